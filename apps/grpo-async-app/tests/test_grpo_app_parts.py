@@ -1,6 +1,8 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
 import asyncio
+import subprocess
+import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
+from grpo_async_app._config.everyday import EVERYDAY
 from grpo_async_app._config.resolved import resolve
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.engines import Engines
@@ -537,6 +540,21 @@ def test_plan_starts_nothing_and_shows_the_arithmetic(command: CommandLine, conf
     assert ended.code == 0, ended.err
     assert "4 prompts x 2 samples = 8 samples" in ended.out
     assert "partial" in ended.out
+
+
+def test_the_help_of_train_lists_the_everyday_settings_with_their_defaults() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "grpo_async_app", "train", "--help"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    ).stdout
+    assert said.count("\n  --") == len(EVERYDAY) + 4
+    assert (
+        "--rollout.samples_per_prompt  n: completions of one prompt, which make one group (in samples; default: 8)"
+        in said
+    )
 
 
 def test_explain_says_what_a_key_is_for(command: CommandLine) -> None:

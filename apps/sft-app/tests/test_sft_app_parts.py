@@ -1,6 +1,8 @@
 """The configuration, the order of the data, the loss mask, and the plan."""
 
 import json
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -13,7 +15,7 @@ from offbeat_data import EpochOrder, load_tokenizer
 from offbeat_placement import ClusterView, grid_nodes
 from offbeat_run import RunFolder
 from offbeat_testing import CommandLine, large_model_configs
-from sft_app._config import SftConfig
+from sft_app._config import EVERYDAY, SftConfig
 from sft_app._preflight import Progress, batch_positions, check_run, settle_format
 
 
@@ -137,6 +139,14 @@ def test_the_plan_starts_nothing(
     assert ended.code == 0, ended.err
     assert "8 updates of 8 sequences" in ended.out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["chats.jsonl", "sft.toml"]
+
+
+def test_the_help_of_train_lists_the_everyday_settings_with_their_defaults() -> None:
+    said = subprocess.run(
+        [sys.executable, "-m", "sft_app", "train", "--help"], capture_output=True, text=True, check=True, timeout=120
+    ).stdout
+    assert said.count("\n  --") == len(EVERYDAY) + 5
+    assert "Sequences in one optimizer step (in rows; default: 32)" in said
 
 
 def test_explain_names_the_key(command: CommandLine) -> None:

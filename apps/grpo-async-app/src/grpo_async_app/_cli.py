@@ -3,8 +3,10 @@
 import sys
 from typing import NoReturn
 
+from offbeat_core import list_settings
 from offbeat_run import doing, run_command, show_usage
 
+_PROGRAM = "grpo-async-app"
 _USAGE = """\
 Asynchronous GRPO: rollouts and training run at the same time, and every wait has a deadline.
 
@@ -42,8 +44,9 @@ Asynchronous GRPO: rollouts and training run at the same time, and every wait ha
 
   --out FOLDER           run folder of quickstart and train (default: runs/NAME-DATE)
   --push-to WHERE        with quickstart, train and resume: push when the run has ended
-  --section.key VALUE    set any key of the file, for example --rollout.temperature 0.8
-  --explain [KEY]        describe a key or a section, for example --explain async.staleness_threshold
+  --section.key VALUE    with quickstart, train, plan, resume, eval and doctor: set any key of the file, for example
+                         --rollout.temperature 0.8
+  --explain [KEY]        describe a key, a section or all, for example --explain async.staleness_threshold
   COMMAND --help         show one command; --version shows the version
 
 exit codes: 0 success, 1 a bug, 2 a mistake in the command or its files, 3 the run failed, 4 the run stalled,
@@ -52,12 +55,19 @@ exit codes: 0 success, 1 a bug, 2 a mistake in the command or its files, 3 the r
 
 def main() -> NoReturn:
     """Run the command line."""
-    run_command(_main, program="grpo-async-app")
+    run_command(_main, program=_PROGRAM)
+
+
+def _everyday_settings() -> str:
+    from grpo_async_app._config.everyday import EVERYDAY  # imported late: other help needs no configuration
+    from grpo_async_app._config.sections import GrpoConfig
+
+    return list_settings(GrpoConfig, EVERYDAY)
 
 
 def _main() -> int:
     words = sys.argv[1:]
-    if show_usage(words, _USAGE, "grpo-async-app"):
+    if show_usage(words, _USAGE, _PROGRAM, settings=_everyday_settings, read_by=("quickstart", "train")):
         return 0
     doing("loading PyTorch")  # before that takes its seconds
     from grpo_async_app._commands.dispatch import dispatch  # imports torch by way of the objectives: not for --help

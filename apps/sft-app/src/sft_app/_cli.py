@@ -3,8 +3,10 @@
 import sys
 from typing import NoReturn
 
+from offbeat_core import list_settings
 from offbeat_run import doing, run_command, show_usage
 
+_PROGRAM = "sft-app"
 _USAGE = """\
 Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward models; full or LoRA, resumable.
 
@@ -30,9 +32,10 @@ Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward mode
 
   --out FOLDER           run folder of train (default: runs/NAME-DATE)
   --push-to WHERE        with train and resume: push when the run has ended
-  --section.key VALUE    set any key of the file, for example --engine.lora_rank 16
-  --profile.steps 3:6    trace updates 3, 4 and 5 for Perfetto
-  --explain [KEY]        describe a key or a section, for example --explain engine.lora_rank
+  --section.key VALUE    with train, plan, resume, eval and doctor: set any key of the file, for example
+                         --engine.lora_rank 16
+  --profile.steps 3:6    with train and resume: trace updates 3, 4 and 5 for Perfetto
+  --explain [KEY]        describe a key, a section or all, for example --explain engine.lora_rank
   COMMAND --help         show one command; --version shows the version
 
 exit codes: 0 success, 1 a bug, 2 a mistake in the command or its files, 3 the run failed, 4 the run stalled,
@@ -41,12 +44,18 @@ exit codes: 0 success, 1 a bug, 2 a mistake in the command or its files, 3 the r
 
 def main() -> NoReturn:
     """Run the command line."""
-    run_command(_main, program="sft-app")
+    run_command(_main, program=_PROGRAM)
+
+
+def _everyday_settings() -> str:
+    from sft_app._config import EVERYDAY, SftConfig  # imported late: other help needs no configuration
+
+    return list_settings(SftConfig, EVERYDAY)
 
 
 def _main() -> int:
     words = sys.argv[1:]
-    if show_usage(words, _USAGE, "sft-app"):
+    if show_usage(words, _USAGE, _PROGRAM, settings=_everyday_settings, read_by=("train",)):
         return 0
     doing("loading PyTorch")  # before that takes its seconds
     from sft_app._commands import dispatch  # imports torch: not for --help

@@ -1,6 +1,7 @@
 """The configuration of a run: one section per class."""
 
 from dataclasses import dataclass, field, fields
+from typing import Final
 
 from offbeat_actors import ClusterConfig, available_cpus
 from offbeat_core import REQUIRED, TrainEngineConfig, TrainEngineSettings, load_backend, setting
@@ -16,8 +17,8 @@ class ModelConfig:
 
     path: str = setting(
         REQUIRED,
-        "A causal language model: a folder with config, safetensors and tokenizer, or a name of the Hub, "
-        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
+        "A causal language model: a folder, or a name of the Hub. The folder has config, safetensors and tokenizer; "
+        "the name is as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
         hub="model",
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
@@ -117,3 +118,28 @@ class SftConfig:
     def rows_name(self) -> str:
         """Return what a batch is counted in."""
         return {"conversations": "sequences", "pairs": "pairs", "ratings": "answers"}[self.preference.rows]
+
+
+EVERYDAY: Final = (
+    "model.path",
+    "data.path",
+    "data.eval_size",
+    "data.epochs",
+    "data.max_sequence_tokens",
+    "engine.device",
+    "engine.num_ranks",
+    "engine.batch_size",
+    "engine.learning_rate",
+    "engine.schedule",
+    "engine.warmup_steps",
+    "engine.max_tokens_per_microbatch",
+    "engine.lora_rank",
+    "engine.max_updates",
+    "preference.loss",
+    "preference.beta",
+    "eval.every_updates",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "log.trackers",
+)
+"""Keys that `train --help` lists, in the order of the sections. A key that is added takes the place of another."""

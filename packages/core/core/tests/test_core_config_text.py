@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_core import ConfigError, check_limits, dump_config, explain, parse_config, setting
+from offbeat_core import REQUIRED, ConfigError, check_limits, dump_config, explain, list_settings, parse_config, setting
 from offbeat_run import CheckpointConfig, LogConfig
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=20) | st.sampled_from(
@@ -106,6 +106,28 @@ def test_a_section_lists_its_keys():
     text = explain(Config, "data")
     assert text.startswith("[data] What to learn from.")
     assert all(name in text for name in ("path", "rate", "limit", "shuffle"))
+
+
+def test_all_keys_are_explained_with_type_unit_and_default():
+    text = explain(Config, "all")
+    assert [line.split("]")[0] for line in text.splitlines() if line.startswith("[")] == [
+        "[data",
+        "[async",
+        "[checkpoint",
+    ]
+    assert "  rate     Share kept. Type: a number >= 0 and < 1, in s. Default: 0.5." in text.splitlines()
+
+
+def test_a_listed_setting_has_a_short_text_its_unit_and_its_default():
+    doc = "Stop early; 0: never; 1: at once. More about it."
+    late = make_dataclass(
+        "Late", [("after", int, setting(0, doc, "s")), ("path", str, setting(REQUIRED, "A file."))], kw_only=True
+    )
+    lines = list_settings(make_dataclass("Root", [("late", late)]), ["late.path", "late.after"]).splitlines()
+    assert lines == [
+        "  --late.path   A file (required)",
+        "  --late.after  Stop early; 0: never (in s; default: 0)",
+    ]
 
 
 @pytest.mark.parametrize(

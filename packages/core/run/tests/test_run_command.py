@@ -309,7 +309,10 @@ A car.
       [--out X]    … into this folder
   car show RUN     look at it
 
-  --out X          a folder
+  --out X          with go: a folder
+  --fast           with
+                   show: at once
+  --loud           say more
 
 exit codes: 0 and 1"""
 
@@ -321,13 +324,21 @@ def test_help_shows_the_whole_usage(words, capsys):
 
 
 @pytest.mark.parametrize("words", [("go", "--help"), ("help", "go"), ("go", "a.toml", "-h")])
-def test_help_of_a_command_shows_its_lines_and_those_of_all(words, capsys):
-    assert show_usage(words, USAGE, "car")
+def test_help_of_a_command_shows_its_lines_its_options_and_those_of_all(words, capsys):
+    assert show_usage(words, USAGE, "car", settings=lambda: "none", read_by=("show",))
     shown = capsys.readouterr().out
     assert shown == (
         "  car go FILE      drive\n      [--out X]    … into this folder\n\n"
-        "  --out X          a folder\n\nexit codes: 0 and 1\n"
+        "  --out X          with go: a folder\n  --loud           say more\n\nexit codes: 0 and 1\n"
     )
+
+
+def test_help_of_a_command_that_reads_settings_lists_the_everyday_ones(capsys):
+    assert show_usage(["show", "--help"], USAGE, "car", settings=lambda: "  --car.speed", read_by=("show",))
+    shown = capsys.readouterr().out
+    assert "show: at once" in shown
+    assert "--out" not in shown
+    assert shown.endswith("(--explain all has every setting):\n  --car.speed\n\nexit codes: 0 and 1\n")
 
 
 def test_the_version_is_that_of_the_distribution(capsys):
@@ -362,7 +373,7 @@ def test_explain_answers_instead_of_a_command(capsys):
 def test_explain_alone_lists_the_sections(words, capsys):
     assert call(*words) == []
     assert capsys.readouterr().out.splitlines() == [
-        "Sections; --explain SECTION lists the keys of one:",
+        "Sections; --explain SECTION lists the keys of one, --explain all those of every section:",
         "  car  A car.",
     ]
 

@@ -34,10 +34,10 @@ class PromptsConfig(DataConfig):
 
     path: str = setting(
         "",
-        "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, a data set of the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), "
-        "reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or products:DIGITS. Empty where "
-        "tables [data.mix.NAME] name several.",
+        "Training prompts: a file, a folder, a data set of the Hub or a generator. A .jsonl or .parquet file, a folder "
+        "of them (or with them in data/, as the Hub has it), a folder written by datasets' save_to_disk, a data set of "
+        "the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), reasoning-gym:TASK, verifiers:NAME, openenv:URL, "
+        "arithmetic:DIGITS (sums) or products:DIGITS. Empty where tables [data.mix.NAME] name several.",
         hub="dataset",
     )
     mix: dict[str, MixSourceConfig] = setting(

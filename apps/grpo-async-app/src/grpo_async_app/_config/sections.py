@@ -92,8 +92,8 @@ class ModelConfig:
 
     path: str = setting(
         REQUIRED,
-        "A causal language model: a folder with config, safetensors and tokenizer, or a name of the Hub, "
-        "Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
+        "A causal language model: a folder, or a name of the Hub. The folder has config, safetensors and tokenizer; "
+        "the name is as Qwen/Qwen3-0.6B or Qwen/Qwen3-0.6B@REVISION.",
         hub="model",
     )
     trust_remote_code: bool = setting(False, "Run code that comes with the model folder.")
@@ -124,7 +124,7 @@ class RolloutConfig(RolloutEngineSettings):
     max_tokens: int = setting(
         256, "Longest completion; with an environment or an agent, the longest turn.", "tokens", ge=1, le=2**30
     )
-    temperature: float = setting(1.0, "Of the sampled distribution; the trainer scores at the same.", gt=0)
+    temperature: float = setting(1.0, "Temperature of the sampled distribution; the trainer scores at the same.", gt=0)
     top_p: float = setting(1.0, "Sample from the smallest set of tokens with this much probability.", gt=0, le=1)
     top_k: int = setting(0, "Sample from the k likeliest tokens; 0 from all.", "tokens", ge=0)
     min_p: float = setting(0.0, "Leave out tokens less likely than this share of the likeliest.", ge=0, lt=1)

@@ -25,7 +25,7 @@ from offbeat_core._config.setting import (
     replace_settings,
     setting,
 )
-from offbeat_core._config.text import dump_config, explain, toml_value
+from offbeat_core._config.text import dump_config, explain, list_settings, toml_value
 from offbeat_core._contracts.metrics import (
     Aggregation,
     DeferredMetrics,
@@ -278,6 +278,7 @@ __all__ = [
     "installed_backends",
     "learning_rate_at",
     "list_model_files",
+    "list_settings",
     "load_backend",
     "load_config",
     "load_lazily",

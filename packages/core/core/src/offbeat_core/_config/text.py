@@ -1,11 +1,12 @@
 """Writes configuration for people: the resolved file of a run, and the answer to `--explain`."""
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING
 from datetime import date, time
 from pathlib import Path
-from textwrap import wrap
+from textwrap import fill, wrap
 from typing import Any
 
 from offbeat_core._config.schema import (
@@ -26,6 +27,8 @@ from offbeat_core._config.values import NONE, escape
 from offbeat_core._errors import ConfigError
 
 _WIDTH = 100
+_HELP_WIDTH = 119  # that of the usage of the applications
+_SENTENCE_END = r"\.$|\. "
 
 
 def dump_config(config: Any) -> str:
@@ -102,7 +105,7 @@ def _comment(text: str) -> list[str]:
 def explain(root_type: type, key: str) -> str:
     """Say what `section.key` is for, what it takes, and how to write it.
 
-    The name of a section lists its keys, and no name lists the sections.
+    The name of a section lists its keys, "all" those of every section, and no name lists the sections.
 
     Raises:
         ConfigError: no such key or section, with the nearest name.
@@ -110,6 +113,8 @@ def explain(root_type: type, key: str) -> str:
     sections = sections_of(root_type)
     if not key:
         return _list_sections(sections)
+    if key == "all":
+        return "\n\n".join(_explain_all(sections))
     name, _, rest = key.strip().lstrip("-").partition(".")
     if name in sections and not rest:
         return _explain_section(sections[name])
@@ -148,16 +153,72 @@ def _list_sections(sections: Mapping[str, Section]) -> str:
     width = max(map(len, sections))
     docs = {name: section.doc.removeprefix(f"Section `{name}`: ") for name, section in sections.items()}
     lines = [f"  {name:<{width}}  {doc[:1].upper()}{doc[1:]}".rstrip() for name, doc in docs.items()]
-    return "\n".join(["Sections; --explain SECTION lists the keys of one:", *lines])
+    head = "Sections; --explain SECTION lists the keys of one, --explain all those of every section:"
+    return "\n".join([head, *lines])
+
+
+def list_settings(root_type: type, keys: Sequence[str]) -> str:
+    """List some settings as `--help` does: each with a short form of its doc, its unit and its default.
+
+    Args:
+        root_type: root of the configuration.
+        keys: such as "model.path", in the order in which they are listed.
+    """
+    sections, width = sections_of(root_type), max(map(len, keys))
+    lines = []
+    for path in keys:
+        section, _, name = path.partition(".")
+        key = sections[section].keys[name]
+        head = f"  --{path:<{width}}  "
+        text = f"{_short_doc(key)} ({'; '.join(_help_facts(key))})"
+        lines.append(fill(text, _HELP_WIDTH, initial_indent=head, subsequent_indent=" " * len(head)))
+    return "\n".join(lines)
+
+
+def _short_doc(key: Key) -> str:
+    """Return the first clause of the doc of a setting, and that which says what the default means."""
+    sentence = re.split(_SENTENCE_END, key.setting.doc)[0]
+    first, *others = sentence.split("; ")
+    default = str(key.default)
+    return "; ".join([first, *(clause for clause in others if clause.startswith((f"{default}:", f"{default} ")))])
+
+
+def _help_facts(key: Key) -> Iterator[str]:
+    if key.setting.choices:
+        yield "one of " + ", ".join(key.setting.choices)
+    if key.setting.unit:
+        yield f"in {key.setting.unit}"
+    if key.default is MISSING:
+        yield "required"
+    else:
+        yield "default: " + (toml_value(key.default) if key.default not in (None, "", (), []) else "none")
+
+
+def _explain_all(sections: Mapping[str, Section]) -> Iterator[str]:
+    """Yield every section with its keys, each with type, unit and default; then the tables that stand within it."""
+    known = {section.cls for section in sections.values()}
+    for section in sections.values():
+        left = [(section.name, f" {section.doc}".rstrip(), section.keys)]
+        while left:
+            path, doc, keys = left.pop(0)
+            yield _explain_keys(f"[{path}]{doc}", keys, has_types=True)
+            for key in keys.values():
+                named = named_class(key.annotation)
+                inner = named or nested_class(key.annotation)
+                if inner and inner not in known:  # a nested section has its keys where it stands by itself
+                    left.append((f"{path}.{key.name}{'.NAME' * bool(named)}", "", keys_of(inner)))
 
 
 def _explain_section(section: Section) -> str:
     return _explain_keys(f"[{section.name}] {section.doc}".rstrip(), section.keys)
 
 
-def _explain_keys(head: str, keys: Mapping[str, Key]) -> str:
+def _explain_keys(head: str, keys: Mapping[str, Key], *, has_types: bool = False) -> str:
     width = max((len(name) for name in keys), default=0)
-    lines = [f"  {key.name:<{width}}  {key.setting.doc} Default: {_default_text(key)}." for key in keys.values()]
+    lines = []
+    for key in keys.values():
+        kind = f" Type: {key.required}." if has_types else ""
+        lines.append(f"  {key.name:<{width}}  {key.setting.doc}{kind} Default: {_default_text(key)}.")
     return "\n".join([head, *lines])
 
 

@@ -17,7 +17,14 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import NoReturn
 
-from offbeat_core import ConfigError, OffbeatError, UserError, defer_device_backends, explain, sections_of
+from offbeat_core import (
+    ConfigError,
+    OffbeatError,
+    UserError,
+    defer_device_backends,
+    explain,
+    sections_of,
+)
 from offbeat_http import raise_descriptor_limit
 from offbeat_run._command.error_file import leave_error
 from offbeat_run._command.examine import examine
@@ -238,14 +245,19 @@ def _advice(program: str) -> str:
     return f"resume with: {program} resume {folder}" if folder else ""
 
 
-def show_usage(words: Sequence[str], usage: str, program: str) -> bool:
+def show_usage(
+    words: Sequence[str], usage: str, program: str, *, settings: Callable[[], str] = str, read_by: Collection[str] = ()
+) -> bool:
     """Print the usage, the part of it that is about one command, or the version, where the words ask for it.
 
     Args:
         words: without the program's name.
-        usage: a heading, the commands, and what holds for several of them, each after an empty line. The lines of a
-            command begin with the program's name and its own.
+        usage: a heading, the commands, the options of several of them, a line each, and what holds for all, each after
+            an empty line. The lines of a command begin with the program's name and its own. An option that is not for
+            all commands names those that it is for.
         program: its name, which is also that of its distribution.
+        settings: returns the list of the everyday settings, see `list_settings`.
+        read_by: commands whose help shows that list.
 
     Returns:
         True if something was asked for and printed.
@@ -256,16 +268,26 @@ def show_usage(words: Sequence[str], usage: str, program: str) -> bool:
     if words and words[0] != "help" and not {"-h", "--help"} & set(words):
         return False
     named = [word for word in words if word not in ("help", "-h", "--help")]
-    print(_usage_of(named[0], usage, program) if named else usage)
+    parts = _usage_of(named[0], usage, program) if named else []
+    if parts and named[0] in read_by:
+        parts.insert(2, f"everyday settings, here or in a file (--explain all has every setting):\n{settings()}")
+    print("\n\n".join(parts) or usage)
     return True
 
 
-def _usage_of(name: str, usage: str, program: str) -> str:
-    """Return the lines of one command, and what holds for several; the whole usage where there is no such command."""
-    _, commands, *rest = usage.split("\n\n")
-    of_each = re.split(rf"\n(?=  {program} )", commands)
-    found = [lines for lines in of_each if lines.split()[1] == name]
-    return "\n\n".join(["\n".join(found), *rest]) if found else usage
+def _usage_of(name: str, usage: str, program: str) -> list[str]:
+    """Return the lines of one command, its options, and what holds for all; nothing where there is no such command."""
+    _, commands, options, *rest = usage.split("\n\n")
+    of_each = {lines.split()[1]: lines for lines in re.split(rf"\n(?=  {program} )", commands)}
+    if name not in of_each:
+        return []
+    others = of_each.keys() - {name}
+    kept = []
+    for option in re.split(r"\n(?=  \S)", options):
+        said = set(re.findall(r"\w+", option))
+        if name in said or not others & said:
+            kept.append(option)
+    return [of_each[name], "\n".join(kept), *rest]
 
 
 @dataclass(frozen=True)

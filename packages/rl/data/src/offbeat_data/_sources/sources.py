@@ -24,9 +24,10 @@ class SourceConfig:
 
     path: str = setting(
         REQUIRED,
-        "A .jsonl or .parquet file, a folder of them (or with them in data/, as the Hub has it), a folder written by "
-        "datasets' save_to_disk, a data set of the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), "
-        "reasoning-gym:TASK, verifiers:NAME, openenv:URL, arithmetic:DIGITS (sums) or products:DIGITS.",
+        "Training rows: a file, a folder, a data set of the Hub or a generator. A .jsonl or .parquet file, a folder "
+        "of them (or with them in data/, as the Hub has it), a folder written by datasets' save_to_disk, a data set of "
+        "the Hub (openai/gsm8k, openai/gsm8k:main/train@REVISION), reasoning-gym:TASK, verifiers:NAME, openenv:URL, "
+        "arithmetic:DIGITS (sums) or products:DIGITS.",
         hub="dataset",
     )
     split: str = setting(
@@ -49,7 +50,12 @@ class SourceConfig:
     eval_split: str = setting(
         "", "Split to read as held-out data: of eval_path (empty: train), or of path when eval_path is empty."
     )
-    eval_size: int = setting(0, "Items held out of path, or read from eval_path at most (0: all of it).", "items", ge=0)
+    eval_size: int = setting(
+        0,
+        "Items held out of path for validation, or read from eval_path at most; 0: none of path, all of eval_path.",
+        "items",
+        ge=0,
+    )
 
     prompt_column: str = setting("prompt", "Column of the prompt: a text, or a list of chat messages.")
 

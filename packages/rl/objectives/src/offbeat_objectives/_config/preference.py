@@ -23,9 +23,9 @@ class PreferenceConfig:
 
     loss: str = setting(
         "sft",
-        "sft learns conversations as they are. dpo, ipo, orpo and simpo learn from rows of a chosen and a rejected "
-        "answer, kto from answers that are good or bad. dpo, ipo and kto compare with the policy as it was before "
-        "training; orpo and simpo need no reference. reward trains a reward model on rows of two answers: a "
+        "What is learned. sft learns conversations as they are; dpo, ipo, orpo and simpo learn from rows of a chosen "
+        "and a rejected answer, kto from answers that are good or bad. dpo, ipo and kto compare with the policy as it "
+        "was before training; orpo and simpo need no reference. reward trains a reward model on rows of two answers: a "
         "classification head with one output (Bradley-Terry).",
         choices=PREFERENCE_LOSSES,
     )
