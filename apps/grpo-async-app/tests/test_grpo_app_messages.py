@@ -158,6 +158,33 @@ def test_a_plan_says_mistakes_of_every_section_at_once(command: CommandLine, con
         assert part in said
 
 
+def test_values_that_do_not_fit_hide_no_missing_file_and_no_contradiction(command: CommandLine, config: Path) -> None:
+    wrong = ["--rollout.temperature=-1", "--data.epocs=2", "--model.path=nowhere", "--data.path=none.jsonl"]
+    wrong += ["--reward.name=exact_mach", "--cluster.colocate=true", "--algorithm.distillation_coefficient=1"]
+    wrong += ["--critic.path=absent", "--critic.clip=many"]
+    said = command.refused("train", config, *wrong)
+    for part in (
+        "rollout.temperature: must be a number > 0",
+        "did you mean data.epochs?",
+        "critic.clip: must be",
+        "model.path: no such folder",
+        "critic.path: no such folder",
+        "none.jsonl does not exist",
+        "no reward 'exact_mach'",
+        "cluster.colocate = true: trainer and engines take turns",
+        "there is no teacher",
+    ):
+        assert part in said
+    assert "no effect" not in said  # of the critic: a section with a wrong value contradicts nothing
+    assert "no such folder" not in command.refused("train", config, *wrong, "--shrink")  # which needs no model
+
+
+def test_contradictions_of_several_sections_are_said_at_once(command: CommandLine, config: Path) -> None:
+    wrong = ["--cluster.colocate=true", "--algorithm.distillation_coefficient=1", "--algorithm.tis_cap=3"]
+    said = command.refused("plan", config, *wrong, "--algorithm.correction=none", "--engine.options={temperature = 1}")
+    assert said.startswith("error: 4 problems\n")
+
+
 @pytest.mark.skipif(find_spec("vllm") is not None, reason="vLLM is installed here")
 def test_a_rollout_engine_that_is_not_installed_is_refused_before_anything_starts(
     command: CommandLine, config: Path, tmp_path: Path

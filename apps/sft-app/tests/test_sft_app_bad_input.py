@@ -106,3 +106,17 @@ def test_a_conversation_without_an_assistant_is_named_by_its_row(
     assert ended.code == 2
     assert "row 1" in ended.err
     assert "assistant" in ended.err
+
+
+def test_values_that_do_not_fit_hide_no_missing_file_and_mistakes_are_said_at_once(
+    command: CommandLine, config: Path
+) -> None:
+    missing = ["--model.path=nowhere", "--data.path=none.jsonl"]
+    said = command.refused("train", config, *missing, "--engine.batch_size=0", "--preference.beta=0.1")
+    for part in ("engine.batch_size: must be", "model.path: no such folder", "none.jsonl does not exist", "beta"):
+        assert part in said
+    said = command.refused(
+        "train", config, *missing, "--data.epochs=0", "--engine.max_updates=0", "--eval.every_updates=1"
+    )
+    for part in ("model.path: no such folder", "none.jsonl does not exist", "would never end"):
+        assert part in said

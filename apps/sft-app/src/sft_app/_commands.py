@@ -11,6 +11,7 @@ from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_c
 from offbeat_run import (
     Command,
     CommandWords,
+    Problems,
     RunFolder,
     check_destination,
     check_trackers,
@@ -28,6 +29,7 @@ from offbeat_run import (
     say_finished,
 )
 from sft_app._config import SftConfig
+from sft_app._further import find_further
 from sft_app._import import import_command
 from sft_app._init import init_command
 from sft_app._learners import create_learner
@@ -46,12 +48,16 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
-    check_destination(words)
-    config = load_config(file, SftConfig, words.overrides)
-    check_trackers(config.log)
-    if "shrink" in words.switches:
+    shrinks, problems = "shrink" in words.switches, Problems()
+    config = load_config(file, SftConfig, words.overrides, look=None if shrinks else find_further)
+    with problems.collected():
+        check_destination(words)
+    with problems.collected():
+        check_trackers(config.log)
+    if shrinks:
+        problems.raise_all()
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
-    preflight = check_run(config)
+    preflight = check_run(config, problems=problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         return _begin(preflight, run, words)
 

@@ -1,14 +1,16 @@
 """The plan of a run, here, on another cluster, and of a rehearsal."""
 
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from offbeat_actors import find_view
 from offbeat_core import PlacementError, TrainLayout
 from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from sft_app._config import SftConfig
+from sft_app._further import find_further
 from sft_app._preflight import (
     Preflight,
     assume_budget,
@@ -26,6 +28,9 @@ class SftPlanner(Planner[SftConfig]):
     """The ranks of the trainer in their places."""
 
     config_type: ClassVar = SftConfig
+
+    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+        return find_further(sections, failed)
 
     def plan_here(self, config: SftConfig) -> RunPlan:
         return describe_run(check_run(config))

@@ -17,7 +17,6 @@ from offbeat_core import (
     require_backend,
 )
 from offbeat_data import EpochOrder, Tokenizer, check_data_paths, fill_known_data, load_tokenizer
-from offbeat_objectives import check_preference
 from offbeat_placement import (
     ClusterView,
     Placement,
@@ -45,6 +44,7 @@ from offbeat_run import (
 )
 from sft_app._config import EngineConfig, SftConfig
 from sft_app._examples import Example, ExampleSet, load_examples
+from sft_app._further import NEEDS_HELD_OUT, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,21 +180,25 @@ class Preflight:
         return f"{size_text(held)} for {what} + activations of {engine.max_tokens_per_microbatch} tokens{each}"
 
 
-def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
+def check_run(config: SftConfig, begun: Progress = Progress(), *, problems: Problems | None = None) -> Preflight:
     """Check a configuration against the machine or the cluster, the model folder and the data.
+
+    Args:
+        config: of the run.
+        begun: where it continues from.
+        problems: other mistakes, which are reported together with those of the configuration.
 
     Raises:
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
     data, known = fill_known_data(config.data)
-    config, problems = replace(config, data=data), Problems()
+    config, problems = replace(config, data=data), problems or Problems()
     with problems.collected():
         reserves = require_backend("offbeat.launcher", config.cluster.launcher).reserves
         if not reserves:
             check_processes({"engine.num_ranks": config.engine.num_ranks})
             require_backend("offbeat.engine", config.engine.backend)
-    with problems.collected():
-        check_preference(config.preference)
+    check_settings(config, problems)
     with problems.collected():
         check_data_paths(config.data)
     if has_hub_model(config):
@@ -218,9 +222,7 @@ def check_run(config: SftConfig, begun: Progress = Progress()) -> Preflight:
     view = find_view(config.cluster, config.devices)
     written, config = config, settle_format(config, view)
     if config.validates_every and not examples.eval:
-        raise ConfigError(
-            "eval.every_updates needs held-out data: set data.eval_size or data.eval_path, or set it to 0"
-        )
+        raise ConfigError(NEEDS_HELD_OUT)
     num_updates = _count_updates(config, len(examples.train), begun)
     config.profile.check([RoleName("trainer", rank) for rank in range(config.engine.num_ranks)], num_updates)
     wanted = assume_budget(config).train_engine(num_updates)
@@ -443,10 +445,7 @@ def _check_lengths(layout: TrainLayout, examples: tuple[Example, ...]) -> None:
 def _count_updates(config: SftConfig, num_sequences: int, begun: Progress) -> int:
     left = max(config.data.epochs * num_sequences - begun.position, 0)
     by_data = begun.updates - (-left // config.engine.batch_size) if config.data.epochs else 0
-    limits = [limit for limit in (by_data, config.engine.max_updates) if limit]
-    if not limits:
-        raise ConfigError("the run would never end: set data.epochs or engine.max_updates above 0")
-    return min(limits)
+    return min(limit for limit in (by_data, config.engine.max_updates) if limit)
 
 
 _AXES: Final = ("tensor_parallel", "pipeline_parallel", "context_parallel")

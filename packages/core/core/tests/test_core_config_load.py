@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from offbeat_core import REQUIRED, ConfigError, load_config, parse_config, setting, split_overrides
+from offbeat_core import REQUIRED, ConfigError, list_problems, load_config, parse_config, setting, split_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -224,6 +224,29 @@ def test_all_problems_are_reported_at_once():
     assert message.startswith("5 problems in the configuration\n")
     for place in ("my.toml:2:", "my.toml:3:", "my.toml:5:", "--rollout.seed:", "rollout.model_path: required"):
         assert place in message
+
+
+def test_what_else_is_wrong_is_reported_in_the_same_answer(tmp_path):
+    seen, path = {}, tmp_path / "my.toml"
+
+    def look(sections, failed):
+        seen.update(sections=sections, failed=failed)
+        return ["model: not there"]
+
+    path.write_text(WELL + "temperature = 9\n[async]\ntrigger = 2\n")
+    with pytest.raises(ConfigError) as refusal:
+        load_config(path, Config, look=look)
+    assert str(refusal.value).splitlines()[::2] == ["2 problems in the configuration", "  model: not there"]
+    assert seen["failed"] == {"rollout"}
+    assert seen["sections"]["async_"].trigger == 2
+    assert seen["sections"]["rollout"].temperature == 1.0
+    path.write_text(WELL)
+    load_config(path, Config, look=look)  # nothing is wrong, and it is not asked
+
+
+def test_many_problems_are_counted_and_the_first_are_shown():
+    lines = list_problems([f"problem {number}" for number in range(25)], "here").splitlines()
+    assert (lines[0], lines[20], lines[21:]) == ("25 problems here", "  problem 19", ["  and 5 more"])
 
 
 def test_what_a_section_checks_itself_is_reported_with_its_place():

@@ -13,6 +13,7 @@ from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._commands.where import where_command
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
+from grpo_async_app._preflight.further import find_further
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_same_data
 from grpo_async_app._run.scaling import ask_for_engines
@@ -23,6 +24,7 @@ from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_c
 from offbeat_run import (
     Command,
     CommandWords,
+    Problems,
     RunFolder,
     check_destination,
     check_trackers,
@@ -51,12 +53,16 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
-    check_destination(words)
-    config = load_config(file, GrpoConfig, words.overrides)
-    check_trackers(config.log)
-    if "shrink" in words.switches:
+    shrinks, problems = "shrink" in words.switches, Problems()
+    config = load_config(file, GrpoConfig, words.overrides, look=None if shrinks else find_further)
+    with problems.collected():
+        check_destination(words)
+    with problems.collected():
+        check_trackers(config.log)
+    if shrinks:
+        problems.raise_all()
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
-    preflight = check_run(config)
+    preflight = check_run(config, problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
         run.write_config(preflight.written, preflight.config, preflight.hub.digests)

@@ -1,8 +1,8 @@
 """The plan of a run: here, on another cluster, and in rehearsal. Starts nothing."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._config.resolved import ResolvedRun, resolve
@@ -13,6 +13,7 @@ from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import assume_budget, settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
+from grpo_async_app._preflight.further import find_further
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
 from grpo_async_app._preflight.preflight import Preflight, check_run
@@ -38,6 +39,9 @@ class GrpoPlanner(Planner[GrpoConfig]):
     """Trainer, rollout engines and what belongs to them, in their places."""
 
     config_type: ClassVar = GrpoConfig
+
+    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+        return find_further(sections, failed)
 
     def plan_here(self, config: GrpoConfig) -> RunPlan:
         return _run_plan(check_run(config))

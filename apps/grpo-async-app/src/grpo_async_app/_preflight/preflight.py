@@ -149,14 +149,18 @@ class Preflight:
         return 2 * self.model.num_parameters * rollout.bytes_per_weight if in_run_folder else 0
 
 
-def check_run(config: GrpoConfig) -> Preflight:
+def check_run(config: GrpoConfig, problems: Problems | None = None) -> Preflight:
     """Check a configuration against the machine, the model folder and the data.
+
+    Args:
+        config: of the run.
+        problems: other mistakes, which are reported together with those of the configuration.
 
     Raises:
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
     config, known = _fill_known_set(config)
-    run, hub, model, reward_notes, notices = _check_sections(resolve(config))
+    run, hub, model, reward_notes, notices = _check_sections(resolve(config), problems or Problems())
     tokenizer = _load_tokenizer(run, model)
     run, prompts = read_data(run, tokenizer)
     # From here on torch may be imported, which takes seconds: the mistakes above are reported at once.
@@ -200,7 +204,7 @@ def _fill_known_set(config: GrpoConfig) -> tuple[GrpoConfig, tuple[str, ...]]:
 
 
 def _check_sections(
-    run: ResolvedRun,
+    run: ResolvedRun, problems: Problems
 ) -> tuple[ResolvedRun, HubModels, ExaminedModel, tuple[str, ...], tuple[str, ...]]:
     """Check what sections say of themselves; their mistakes are reported together.
 
@@ -208,10 +212,10 @@ def _check_sections(
         The run with its models on this machine, what came from the Hub, the policy, how rewards are called, in words,
         and notices of the choices.
     """
-    config, problems = run.config, Problems()
+    config = run.config
     doing("checking the configuration")
+    notices = check_choices(run, problems)
     with problems.collected():
-        notices = check_choices(run)
         check_end(config)
     with problems.collected():
         check_data_paths(config.data)
@@ -230,6 +234,10 @@ def _check_sections(
     with problems.collected():
         if (scorer := reward_model_of(config.reward)) is not None:
             check_reward_model(scorer)
+    for key, path in {"teacher.path": config.teacher.path, "critic.path": config.critic.path}.items():
+        with problems.collected():
+            if path:
+                inspect_model(path, key)
     problems.raise_all()
     return resolve(config), hub, model, reward_notes, notices
 

@@ -2,9 +2,10 @@
 
 import importlib.util
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import fields
 from functools import partial
+from typing import Final
 
 from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.critic import check_critic
@@ -15,28 +16,62 @@ from grpo_async_app._preflight.engines import rounding_reason
 from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
 from offbeat_core import BackendError, ConfigError, installed_backends, load_backend
 from offbeat_objectives import check_algorithm
+from offbeat_run import Problems
 
 
 def check_settings(run: ResolvedRun) -> tuple[str, ...]:
     """Check what settings alone tell, wherever the run will be: choices that work and are probably not meant."""
-    return (*check_choices(run), *engine_notices(run.config))
+    problems = Problems()
+    notices = check_choices(run, problems)
+    problems.raise_all()
+    return (*notices, *engine_notices(run.config))
 
 
-def check_choices(run: ResolvedRun) -> tuple[str, ...]:
-    """Return what `check_settings` does without asking the adapters of the engines, some of which import torch."""
-    config, source_notices = run.config, check_sources(run)
-    _check_agent(run)
-    check_engine_options(config)
-    check_open_backends(config)
+def check_choices(run: ResolvedRun, problems: Problems) -> tuple[str, ...]:
+    """Do what `check_settings` does without asking the adapters of the engines, some of which import torch.
+
+    Args:
+        run: to check.
+        problems: collects what is wrong.
+    """
+    config, notices = run.config, list[str]()
+    with problems.collected():
+        notices += _check_objective(run)
+    with problems.collected():
+        notices += check_sources(run)
+    for check in (_check_agent, check_lengths):
+        with problems.collected():
+            check(run)
+    collect_contradictions(config, problems)
+    for check_config in (check_engine_options, check_open_backends, _check_judged):
+        with problems.collected():
+            check_config(config)
+    return (*notices, *_fp8_notice(config))
+
+
+def collect_contradictions(config: GrpoConfig, problems: Problems, failed: Collection[str] = ()) -> None:
+    """Collect contradictions between two sections.
+
+    Args:
+        config: to check.
+        problems: collects what is wrong.
+        failed: sections with other problems, whose values are not known: they contradict nothing.
+    """
+    for sections, check in _OF_TWO_SECTIONS:
+        if failed and not {"", *sections}.isdisjoint(failed):
+            continue
+        with problems.collected():
+            check(config)
+
+
+def _check_critic(config: GrpoConfig) -> None:
     algorithm = config.algorithm
     check_critic(config.critic, is_asked=algorithm.needs_critic, masks_truncated=algorithm.mask_truncated)
-    config.teacher.check(is_learned_from=config.algorithm.needs_teacher)
+
+
+def _check_judged(config: GrpoConfig) -> None:
     if config.validates_every and not (config.is_judged or config.eval.sets):
         raise ConfigError("eval.every_updates needs something that judges: set reward.name, or eval.every_updates = 0")
-    notices = _check_objective(run)
-    check_lengths(run)
-    _check_mode(config)
-    return (*notices, *source_notices, *_fp8_notice(config))
 
 
 def check_correction(run: ResolvedRun, known: Sequence[str]) -> list[str]:
@@ -108,6 +143,13 @@ def _check_mode(config: GrpoConfig) -> None:
             f"trigger_parameter_sync_step = {config.async_.trigger_parameter_sync_step}): set them to 0 and 1, with "
             "more steps in one update by async.require_batches; or cluster.colocate = false"
         )
+
+
+_OF_TWO_SECTIONS: Final[Sequence[tuple[tuple[str, str], Callable[[GrpoConfig], object]]]] = (
+    (("algorithm", "critic"), _check_critic),
+    (("algorithm", "teacher"), lambda config: config.teacher.check(is_learned_from=config.algorithm.needs_teacher)),
+    (("async", "cluster"), _check_mode),
+)
 
 
 def check_same_data(begun: GrpoConfig, now: GrpoConfig) -> None:

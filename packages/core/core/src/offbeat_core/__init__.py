@@ -112,6 +112,7 @@ from offbeat_core._errors import (
     ShapeError,
     UserError,
     WeightSyncError,
+    list_problems,
 )
 from offbeat_core._files import (
     atomic_folder,
@@ -278,6 +279,7 @@ __all__ = [
     "installed_backends",
     "learning_rate_at",
     "list_model_files",
+    "list_problems",
     "list_settings",
     "load_backend",
     "load_config",

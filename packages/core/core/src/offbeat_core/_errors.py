@@ -4,7 +4,11 @@
 failed, 4 for a run that stalled.
 """
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import ClassVar, Final
+
+MAX_SHOWN_PROBLEMS: Final = 20
+"""Problems that one answer shows: a screen of them; the rest are counted."""
 
 
 class OffbeatError(Exception):
@@ -116,6 +120,22 @@ class WeightSyncError(OffbeatError):
 
     def __str__(self) -> str:
         return self.text
+
+
+def list_problems(texts: Sequence[str], where: str = "") -> str:
+    """Return problems as one text: a single one as it is, several as a list with their number.
+
+    Args:
+        texts: the problems, each of which may have several lines.
+        where: they are, such as "in the configuration".
+    """
+    distinct = list(dict.fromkeys(texts))
+    if len(distinct) == 1:
+        return distinct[0]
+    shown = [line for text in distinct[:MAX_SHOWN_PROBLEMS] for line in text.splitlines()]
+    if more := len(distinct) - MAX_SHOWN_PROBLEMS:
+        shown += [f"and {more} more"] * (more > 0)
+    return "\n  ".join([f"{len(distinct)} problems {where}".rstrip(), *shown])
 
 
 class GuardError(OffbeatError):

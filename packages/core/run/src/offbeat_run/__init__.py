@@ -15,7 +15,7 @@ from offbeat_run._command.command import (
 )
 from offbeat_run._command.error_file import ERROR_FILE_VARIABLE, load_error
 from offbeat_run._command.examine import ExaminedModel, inspect_model
-from offbeat_run._command.hub import HubModels, fetch_models, has_hub_model
+from offbeat_run._command.hub import HubModels, fetch_models, find_model_problems, has_hub_model
 from offbeat_run._command.init import Question, ask, write_first_config
 from offbeat_run._command.save import save_command, save_running
 from offbeat_run._command.signals import ending_signals
@@ -107,6 +107,7 @@ __all__ = [
     "duration_text",
     "ending_signals",
     "fetch_models",
+    "find_model_problems",
     "has_hub_model",
     "inspect_model",
     "iter_metrics",

@@ -3,7 +3,7 @@
 import json
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic
@@ -215,6 +215,10 @@ class Planner(ABC, Generic[ConfigT]):
     def plan_rehearsal(self, config: ConfigT, folder: Path) -> RunPlan:
         """Check the shrunken run, as before a run; its model and data may be made in the folder."""
 
+    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+        """Return what is wrong besides values that do not fit; see `offbeat_core.load_config`."""
+        return ()
+
     @abstractmethod
     def find_view(self, config: ConfigT, words: str) -> ClusterView:
         """Return the nodes that words name, such as "4x8"."""
@@ -245,7 +249,9 @@ def plan_command(planner: Planner[ConfigT], words: CommandWords, file: str) -> i
     style = words.options.get("format", "text")
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
-    config: ConfigT = load_config(file, planner.config_type, words.overrides)
+    is_as_given = "cluster" not in words.options and "shrink" not in words.switches  # else models need not be here
+    look = planner.find_further if is_as_given else None
+    config: ConfigT = load_config(file, planner.config_type, words.overrides, look=look)
     run_plan = _look(planner, config, words, Path(file))
     if style == "json":
         print(json.dumps(run_plan.as_data(), indent=1))

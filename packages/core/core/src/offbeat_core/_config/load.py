@@ -4,7 +4,8 @@ import os
 import re
 import tomllib
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_origin
@@ -13,7 +14,7 @@ from offbeat_core._config.advice import show, syntax_advice
 from offbeat_core._config.schema import Key, Section, named_class, nearest_key, nearest_section, sections_of, union_arms
 from offbeat_core._config.tables import OverrideText, build_named
 from offbeat_core._config.values import ValueProblemError, fit, fit_override, parse_scalar
-from offbeat_core._errors import ConfigError
+from offbeat_core._errors import ConfigError, list_problems
 
 MAX_CONFIG_BYTES: Final = 1 << 24
 """Largest TOML file of a run."""
@@ -164,15 +165,22 @@ def _relative_path(key: str, value: str) -> str:
 
 
 ConfigT = TypeVar("ConfigT")
+Look = Callable[[Mapping[str, Any], Collection[str]], Sequence[str]]
+"""Takes the sections of a configuration that cannot be loaded, by the fields of its root: those in which all is well,
+and others with the values that fit. Takes the names of these others, "" for a section that is not known. Returns what
+else is wrong, such as files that are missing."""
 
 
-def load_config(path: Path | str | None, root_type: type[ConfigT], overrides: Sequence[str] = ()) -> ConfigT:
+def load_config(
+    path: Path | str | None, root_type: type[ConfigT], overrides: Sequence[str] = (), *, look: Look | None = None
+) -> ConfigT:
     """Load a configuration file.
 
     Args:
         path: a TOML file; None for the defaults and overrides alone.
         root_type: frozen dataclass whose fields are section dataclasses made with `offbeat_core.setting`.
         overrides: words such as `--rollout.temperature 0.7` or `--rollout.temperature=0.7`; the last one wins.
+        look: finds what else is wrong where something is, so that one answer has all; see `Look`.
 
     Raises:
         ConfigError: everything that is wrong, one problem a line: where it stands, what is required, what was got.
@@ -181,7 +189,7 @@ def load_config(path: Path | str | None, root_type: type[ConfigT], overrides: Se
         return _Loader(TomlSource("the defaults", {}, {}), sections_of(root_type)).load(root_type, overrides)
     loader = _Loader(read_toml(Path(path)), sections_of(root_type))
     loader.refuse_misplaced(Path(path).absolute().parent, {key for key, _ in split_overrides(overrides)})
-    return loader.load(root_type, overrides)
+    return loader.load(root_type, overrides, look)
 
 
 def parse_config(
@@ -221,9 +229,10 @@ class _Loader:
         self.raw: dict[tuple[str, str], Any] = {}
         self.named: set[str] = set()
         self.failed: set[str] = set()
+        self.misplaced: set[str] = set()
         self.problems: list[str] = []
 
-    def load(self, root_type: type[ConfigT], overrides: Sequence[str]) -> ConfigT:
+    def load(self, root_type: type[ConfigT], overrides: Sequence[str], look: Look | None = None) -> ConfigT:
         pairs = split_overrides(overrides)
         replaced = {key for key, _ in pairs}
         for name, table in self.source.tables.items():
@@ -236,7 +245,9 @@ class _Loader:
                 return root_type(**held)
             except (ConfigError, ValueError) as error:
                 self._problem(self.source.name, "", str(error))
-        raise ConfigError(self._message())
+        elif look is not None:
+            self.problems += look(self._known(held), frozenset(self.failed))
+        raise ConfigError(list_problems(self.problems, "in the configuration"))
 
     def refuse_misplaced(self, folder: Path, replaced: Collection[str]) -> None:
         """Note relative paths that lie beside the file: they are read from the working folder, as by other programs.
@@ -248,11 +259,13 @@ class _Loader:
         for keys, path in _relative_paths(self.source.tables):
             key = ".".join(keys)
             if key not in replaced and not os.path.exists(path) and os.path.exists(folder / path):
+                self.misplaced.add(key)
                 self._problem(
                     self.source.where(*keys),
                     key,
                     f"{path} is not in the working folder {Path.cwd()}, from which relative paths are read; it lies "
                     f"beside the file: write {folder / path}, or run the command in {folder}",
+                    keys[0],
                 )
 
     def _problem(self, where: str, key: str, text: str, section: str = "") -> None:
@@ -260,10 +273,16 @@ class _Loader:
         self.problems.append(f"{where}: {key}: {text}" if named else f"{where}: {text}")
         self.failed.add(section)
 
-    def _message(self) -> str:
-        if len(self.problems) == 1:
-            return self.problems[0]
-        return f"{len(self.problems)} problems in the configuration\n" + "\n".join(f"  {it}" for it in self.problems)
+    def _known(self, held: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the sections that can be made of the values that fit."""
+        known = {name: section for name, section in held.items() if section is not None}
+        for section in self.sections.values():
+            fitting = self.values[section.name].items()
+            values = {name: value for name, value in fitting if f"{section.name}.{name}" not in self.misplaced}
+            if section.field_name not in known and not section.optional:
+                with suppress(ConfigError, ValueError, TypeError):  # a required key may be missing
+                    known[section.field_name] = section.cls(**values)
+        return known
 
     def _read_section(self, name: str, table: Any, replaced: Collection[str]) -> None:
         """Take a table's values, but for those that are replaced: a variable in them may not be set."""

@@ -16,6 +16,8 @@ from offbeat_core import (
     pin_hub_name,
     replace_settings,
 )
+from offbeat_run._command.examine import inspect_model
+from offbeat_run._config.problems import Problems
 from offbeat_run._console.status import doing
 
 ConfigT = TypeVar("ConfigT")
@@ -67,6 +69,26 @@ def fetch_models(config: ConfigT) -> tuple[ConfigT, HubModels]:
     here = {key: folders[name] for key, name in models.items()} | {key: str(name) for key, name in datasets.items()}
     config = replace_settings(config, lambda key, _, value: here.get(key, value))
     return config, HubModels(pinned={folder: str(name) for name, folder in folders.items()}, digests=digests)
+
+
+def find_model_problems(sections: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with the model folders that sections name, a text each, without asking the Hub for names.
+
+    Args:
+        sections: by name, which begins the keys in the texts.
+    """
+    problems = Problems()
+
+    def look(key: str, declared: Setting, value: Any) -> Any:
+        if declared.hub == "model" and value:
+            with problems.collected():
+                if find_hub_name(value, "model") is None:
+                    inspect_model(value, key)
+        return value
+
+    for name, section in sections.items():
+        replace_settings(section, look, f"{name}.")
+    return problems.texts
 
 
 def _pinned_names(config: object, kind: HubKind) -> dict[str, HubName]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offbeat_core import ConfigError, UserError
+from offbeat_core import ConfigError, UserError, list_problems
 
 
 class Problems:
@@ -20,10 +20,14 @@ class Problems:
         except UserError as error:
             self._found.append(error)
 
+    @property
+    def texts(self) -> list[str]:
+        """What was collected, each once."""
+        return list(dict.fromkeys(str(error) for error in self._found))
+
     def raise_all(self) -> None:
         """Raise what was collected: the error itself where it is the only one, else one that says all of them."""
-        texts = list(dict.fromkeys(str(error) for error in self._found))
-        if len(texts) > 1:
-            raise ConfigError(f"{len(texts)} problems\n" + "\n".join(f"  {text}" for text in texts))
-        if texts:
+        if len(self.texts) > 1:
+            raise ConfigError(list_problems(self.texts))
+        if self._found:
             raise self._found[0]
