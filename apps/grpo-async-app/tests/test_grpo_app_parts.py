@@ -571,3 +571,16 @@ def test_doctor_names_what_is_missing_and_how_to_get_it(command: CommandLine, mo
     assert "pip install offbeat-rollout-far" in missing
     assert all(line in " ".join(ended.out.split()) for line in missing)
     assert "rollout torch" in ended.out
+    assert "TensorRT-LLM" not in ended.out  # which needs a GPU
+    assert "npu" not in ended.out
+
+
+def test_doctor_of_a_file_says_what_it_needs_and_ends_with_2_where_that_is_missing(
+    command: CommandLine, config: Path
+) -> None:
+    ended = command("doctor", config)
+    assert (ended.code, "all that the configuration needs is here" in " ".join(ended.out.split())) == (0, True)
+    ended = command("doctor", config, "--data.path=none.jsonl")
+    assert ended.code == 2
+    assert ended.out.startswith("data")
+    assert "none.jsonl does not exist" in " ".join(ended.out.split())

@@ -103,7 +103,7 @@ class PlacesNothing:
 def test_settings_without_a_probe_are_refused(command: CommandLine) -> None:
     ended = command("doctor", "--rollout.tensor_parallel=4")
     assert ended.code == 2
-    assert "--probe-engines FILE" in ended.err
+    assert "with a FILE only" in ended.err
 
 
 def on_accelerators(address: str, width: int) -> list[str]:

@@ -38,7 +38,8 @@ Asynchronous GRPO: rollouts and training run at the same time, and every wait ha
   grpo-async-app push RUN --push-to WHERE   copy the best checkpoint and its model card to a folder or hub:OWNER/NAME
                  [--step N]                 use the checkpoint of update N instead of the best one
   grpo-async-app report RUN [--serve PORT]  write report.html again, or serve it during a run
-  grpo-async-app doctor                     show versions, devices, and why a backend cannot be used
+  grpo-async-app doctor [FILE]              show what is missing here, and for what; for what the settings in FILE need
+                 [--all]                    every package with its version, and hardware that is not here
                  [--probe-engines FILE]     start engines with tensor parallel 1, 2, 4, ... on every node, and show
                                             where they stop working
 

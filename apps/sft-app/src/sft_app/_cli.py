@@ -28,7 +28,8 @@ Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward mode
   sft-app eval RUN                   loss (and rewards) of the best checkpoint on the held-out data
   sft-app push RUN --push-to WHERE   copy the best checkpoint and its model card to a folder or hub:OWNER/NAME
   sft-app report RUN [--serve PORT]  write report.html again, or serve it during a run
-  sft-app doctor                     show versions, devices, and why a backend cannot be used
+  sft-app doctor [FILE]              show what is missing here, and for what; for what the settings in FILE need
+          [--all]                    every package with its version, and hardware that is not here
 
   --out FOLDER           run folder of train (default: runs/NAME-DATE)
   --push-to WHERE        with train and resume: push when the run has ended

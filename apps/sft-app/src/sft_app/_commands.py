@@ -29,7 +29,7 @@ from offbeat_run import (
     say_finished,
 )
 from sft_app._config import SftConfig
-from sft_app._further import find_further
+from sft_app._further import find_further, list_needs
 from sft_app._import import import_command
 from sft_app._init import init_command
 from sft_app._learners import create_learner
@@ -143,5 +143,7 @@ _COMMANDS: dict[str, Command] = {
     "eval": Command(_eval, "RUN", overrides=True),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),
-    "doctor": Command(doctor_command),
+    "doctor": Command(
+        partial(doctor_command, config_type=SftConfig, checks=list_needs), "[FILE]", overrides=True, switches=("all",)
+    ),
 }

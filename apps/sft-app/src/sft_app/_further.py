@@ -1,12 +1,12 @@
 """Problems of a configuration besides values that do not fit: models, data, the engine and contradictions."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from offbeat_core import ConfigError, require_backend
+from offbeat_core import ConfigError, ModelError, require_backend
 from offbeat_data import check_data_paths
 from offbeat_objectives import check_preference
-from offbeat_run import Problems, find_model_problems
+from offbeat_run import Problems, check_trackers, find_model_problems
 from sft_app._config import SftConfig
 
 
@@ -30,6 +30,37 @@ def find_further(sections: Mapping[str, Any], failed: Collection[str]) -> list[s
             if not require_backend("offbeat.launcher", sections["cluster"].launcher).reserves:
                 require_backend("offbeat.engine", sections["engine"].backend)
     return [*find_model_problems(models), *problems.texts]
+
+
+def list_needs(config: SftConfig) -> dict[str, Callable[[], object]]:
+    """Return what a run needs, by what names it; see `offbeat_run.doctor_command`."""
+    return {
+        "backends": lambda: _check_backends(config),
+        "models": lambda: _check_models(config),
+        "data": lambda: check_data_paths(config.data),
+        "devices": lambda: _check_device(config),
+        "log.trackers": lambda: check_trackers(config.log),
+    }
+
+
+def _check_backends(config: SftConfig) -> bool:
+    """Return whether the launcher reserves nodes elsewhere, where the engine is then needed."""
+    is_elsewhere: bool = require_backend("offbeat.launcher", config.cluster.launcher).reserves
+    if not is_elsewhere:
+        require_backend("offbeat.engine", config.engine.backend)
+    return is_elsewhere
+
+
+def _check_models(config: SftConfig) -> None:
+    if found := find_model_problems({"model": config.model}):
+        raise ModelError("; ".join(found))
+
+
+def _check_device(config: SftConfig) -> None:
+    from offbeat_device import rank_device  # imports torch
+
+    if not _check_backends(config):
+        rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
 
 
 def check_settings(config: SftConfig, problems: Problems) -> None:

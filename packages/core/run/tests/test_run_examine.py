@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from offbeat_core import INSTALL_LINES, BackendError, ModelError
+from offbeat_core import INSTALL_LINES, BackendError, DataError, ModelError
 from offbeat_run import inspect_model
 from offbeat_run._command import examine
 from offbeat_run._metrics.names import METRIC_NAMES
+
+SECTIONS = ("engine", "cluster", "rollout")
 
 
 @pytest.fixture
@@ -100,7 +102,7 @@ def test_an_incomplete_download_is_distinguished_from_pickled_weights(model):
 @pytest.mark.nightly
 def test_the_doctor_names_python_and_what_is_missing(monkeypatch):
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "pip install offbeat-engine-abacus")
-    found = dict(examine.examine())
+    found = dict(examine.examine(SECTIONS))
     assert "python" in found
     assert "pip install offbeat-engine-abacus" in found["engine abacus"]
 
@@ -132,7 +134,23 @@ def test_the_doctor_asks_an_adapter_for_the_engine_that_it_adapts(monkeypatch):
     for module in ("offbeat_run._command.examine", "offbeat_core._backends"):
         monkeypatch.setattr(f"{module}.load_backend", lambda kind, name: Adapter)
     monkeypatch.setitem(INSTALL_LINES, ("offbeat.engine", "abacus"), "")
-    assert dict(examine.examine())["engine abacus"] == "no abacus here"
+    found = examine.examine(SECTIONS)
+    assert dict(found)["engine abacus"] == 'needed for engine.backend = "abacus": no abacus here'
+    assert "abacus" not in dict(found)["ready"]
+    assert not any(name.startswith("device") for name, _ in found)  # there is none
+    assert any(name.startswith("device") for name, _ in examine.examine(SECTIONS, shows_all=True))
+    assert not any(name.startswith("rollout") for name, _ in examine.examine(["engine"]))
+
+
+def test_the_doctor_says_what_a_configuration_lacks_first_and_the_verdict_last():
+    def lost():
+        raise DataError("no such file")
+
+    rows, is_ready = examine.examine_needs({"model": str, "data": lost})
+    assert not is_ready
+    assert rows[:2] == [("data", "no such file"), ("model", "ready")]
+    assert rows[-1] == ("verdict", "1 of 2 things that the configuration needs are missing or wrong")
+    assert examine.examine_needs({"model": str})[1]
 
 
 def test_importing_loads_no_library_before_it_is_needed():

@@ -137,7 +137,7 @@ _COMMANDS: dict[str, Command] = {
     "compare": Command(compare_command, "EVAL EVAL", options=("out", "set"), switches=("strict",)),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),
-    "doctor": Command(examine_command, options=("probe-engines",), overrides=True),
+    "doctor": Command(examine_command, "[FILE]", options=("probe-engines",), overrides=True, switches=("all",)),
 }
 
 

@@ -2,33 +2,47 @@
 
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.backends import choose_backends
+from grpo_async_app._preflight.engines import check_backends
 from grpo_async_app._preflight.placement import find_view
 from grpo_async_app._preflight.platform import choose_for_platform, device_kinds, engine_kinds
+from grpo_async_app._preflight.trainer import check_devices
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher
-from offbeat_core import ConfigError, PeerFailedError, load_backend, load_config, parse_config
+from offbeat_core import ConfigError, ModelError, PeerFailedError, load_backend, load_config, parse_config
+from offbeat_data import build_reward, check_data_paths
 from offbeat_placement import ClusterView
-from offbeat_run import CommandWords, doctor_command, doing, inspect_model, print_table, print_text
+from offbeat_run import (
+    CommandWords,
+    check_trackers,
+    doctor_command,
+    doing,
+    find_model_problems,
+    inspect_model,
+    print_table,
+    print_text,
+)
 
 _SHOWN_LINES = 12
 """Last lines shown of a failed engine's log; the whole log is kept, and its path is printed."""
 
 
-def examine_command(words: CommandWords) -> int:
-    """`doctor`, and `doctor --probe-engines FILE`."""
-    file = words.options.get("probe-engines")
-    if file is None:
-        if words.overrides:
-            raise ConfigError(f"doctor takes settings with --probe-engines FILE only: got {words.overrides[0]}")
-        code = doctor_command(words)
-        print_table([("rollout.backend", f"auto takes {_default_engine()}")])
+def examine_command(words: CommandWords, file: str = "") -> int:
+    """`doctor`, `doctor FILE`, and `doctor --probe-engines FILE`."""
+    probed = words.options.get("probe-engines")
+    if probed is None:
+        code = doctor_command(words, file, config_type=GrpoConfig, checks=_needs)
+        if not file:
+            print_table([("rollout.backend", f"auto takes {_default_engine()}")])
         return code
+    if file:
+        raise ConfigError(f"doctor takes FILE or --probe-engines FILE: got {file} and {probed}")
+    file = probed
     config = load_config(file, GrpoConfig, words.overrides)
     inspect_model(config.model.path)
     view = find_view(config)
@@ -37,6 +51,26 @@ def examine_command(words: CommandWords) -> int:
         print_text(choice)
     config, _ = choose_for_platform(config, *device_kinds(config, view))
     return _probe(config, view)
+
+
+def _needs(config: GrpoConfig) -> dict[str, Callable[[], object]]:
+    """Return what a run needs, by what names it."""
+    needs: dict[str, Callable[[], object]] = {
+        "backends": lambda: check_backends(config),
+        "models": lambda: _check_models(config),
+        "data": lambda: check_data_paths(config.data),
+        "devices": lambda: check_devices(config, find_view(config)),
+        "log.trackers": lambda: check_trackers(config.log),
+    }
+    if config.reward.is_set:
+        needs["reward"] = lambda: build_reward(config.reward)
+    return needs
+
+
+def _check_models(config: GrpoConfig) -> None:
+    sections = {"model": config.model, "teacher": config.teacher, "critic": config.critic}
+    if found := find_model_problems(sections):
+        raise ModelError("; ".join(found))
 
 
 def _default_engine() -> str:

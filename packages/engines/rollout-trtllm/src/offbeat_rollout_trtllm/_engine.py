@@ -93,6 +93,9 @@ class TrtllmRolloutEngine:
             check_same_torch()
         return []
 
+    needs_accelerator = True
+    """Tell `doctor` to leave the engine out on a machine without one."""
+
     @classmethod
     def check_installed(cls, settings: RolloutEngineSettings | None = None) -> None:
         """See whether TensorRT-LLM is here, in a version that is supported.

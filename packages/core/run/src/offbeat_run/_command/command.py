@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from offbeat_core import (
     ConfigError,
@@ -23,11 +23,12 @@ from offbeat_core import (
     UserError,
     defer_device_backends,
     explain,
+    load_config,
     sections_of,
 )
 from offbeat_http import raise_descriptor_limit
 from offbeat_run._command.error_file import leave_error
-from offbeat_run._command.examine import examine
+from offbeat_run._command.examine import examine, examine_needs
 from offbeat_run._command.signals import interrupted_by_signals
 from offbeat_run._console.printing import print_text, shown
 from offbeat_run._console.status import doing, showing_status
@@ -296,7 +297,8 @@ class Command:
 
     Args:
         run: called with the sorted words, and with the argument if it takes one; returns the exit code.
-        argument: what it takes, such as "FILE", or "TOOL FILE" for two; empty for nothing.
+        argument: what it takes, such as "FILE", or "TOOL FILE" for two, or "[FILE]" for one that may be left
+            out; empty for nothing.
         options: names of the options it reads, each with a value, such as "out".
         overrides: whether it reads settings, as `--section.key VALUE`.
         switches: names of the options it reads that have no value, such as "shrink".
@@ -332,7 +334,7 @@ def run_named_command(words: Sequence[str], commands: Mapping[str, Command], con
     if name not in commands:
         raise ConfigError(_unknown_command(name, commands))
     command = commands[name]
-    if len(arguments) != len(command.argument.split()):
+    if len(arguments) != len(command.argument.split()) and not (command.argument.startswith("[") and not arguments):
         got = f"{len(arguments)} ({' '.join(arguments)})" if arguments else "none"
         raise ConfigError(f"{_wanted_words(name, command.argument)}, got {got}{_setting_words(arguments, settings)}")
     if "" in arguments:
@@ -399,11 +401,33 @@ def report_command(words: CommandWords, folder: str) -> int:
     return 0
 
 
-def doctor_command(_: CommandWords) -> int:
-    """`doctor`: versions, devices, and why a backend is not there."""
-    doing("looking for packages, devices and backends")
-    print_table(examine())
-    return 0
+def doctor_command(
+    words: CommandWords,
+    file: str = "",
+    *,
+    config_type: type,
+    checks: Callable[[Any], Mapping[str, Callable[[], object]]],
+) -> int:
+    """`doctor`: what is missing for what, devices and versions; `doctor FILE`: what a configuration needs.
+
+    Args:
+        words: of the command line.
+        file: a configuration; empty for none.
+        config_type: root of the configuration.
+        checks: returns what a configuration needs, see `examine_needs`.
+
+    Returns:
+        2 if something is missing that the configuration needs, else 0.
+    """
+    doing("looking for packages, devices and backends", file)
+    if not file:
+        if words.overrides:
+            raise ConfigError(f"doctor takes settings with a FILE only: got {words.overrides[0]}")
+        print_table(examine(sections_of(config_type).keys(), shows_all="all" in words.switches))
+        return 0
+    rows, is_ready = examine_needs(checks(load_config(file, config_type, words.overrides)))
+    print_table(rows)
+    return 0 if is_ready else UserError.exit_code
 
 
 def print_table(rows: Sequence[tuple[str, str]], *, title: str = "") -> None:

