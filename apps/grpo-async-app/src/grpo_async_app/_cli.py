@@ -22,6 +22,14 @@ Asynchronous GRPO: rollouts and training run at the same time, and every wait ha
                  [--cluster 4x8]            for 4 nodes with 8 devices each, the nodes in a FILE, or "live" on Ray
                  [--fit NEW_FILE]           also write the recipe with the changes that make it fit
                  [--shrink]                 plan the rehearsal instead
+  grpo-async-app slurm FILE                 write a batch script for Slurm: requeued and resumed by itself
+                 [--cluster 4x8]            nodes and devices of each; else those of [cluster]
+                 [--partition P] [--account A] [--time 24:00:00] [--container IMAGE] [--runs FOLDER] [--out FILE]
+                 [--set "KEY=VALUE ..."]    other options of sbatch; KEY= leaves one of ours out
+  grpo-async-app sky FILE --bucket NAME     write a task for SkyPilot
+                 [--accelerator H100] [--cluster 4x8] [--image IMAGE] [--out FILE]
+  grpo-async-app k8s FILE --image IMAGE     write a RayJob of KubeRay, or a Job where one node is enough
+                 [--cluster 4x8] [--cpus N] [--memory 256Gi] [--resource NAME] [--storage 500Gi] [--out FILE]
   grpo-async-app import verl FILE           turn the options of a verl script or YAML file into a TOML file
                  [--out NEW_FILE]           (--out); also import trl, import openrlhf and import prime-rl
                  [--strict]                 exit with 4 if an option that changes the result is lost

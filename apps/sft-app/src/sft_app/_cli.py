@@ -20,6 +20,14 @@ Supervised fine-tuning, preferences (DPO, IPO, KTO, ORPO, SimPO) and reward mode
           [--cluster 2x8]            for 2 nodes with 8 devices each, the nodes in a FILE, or "live" on Ray
           [--fit NEW_FILE]           also write the recipe with the changes that make it fit
           [--shrink]                 plan the rehearsal instead
+  sft-app slurm FILE                 write a batch script for Slurm: requeued and resumed by itself
+          [--cluster 2x8]            nodes and devices of each; else those of [cluster]
+          [--partition P] [--account A] [--time 24:00:00] [--container IMAGE] [--runs FOLDER] [--out FILE]
+          [--set "KEY=VALUE ..."]    other options of sbatch; KEY= leaves one of ours out
+  sft-app sky FILE --bucket NAME     write a task for SkyPilot
+          [--accelerator H100] [--cluster 2x8] [--image IMAGE] [--out FILE]
+  sft-app k8s FILE --image IMAGE     write a RayJob of KubeRay, or a Job where one node is enough
+          [--cluster 2x8] [--cpus N] [--memory 256Gi] [--resource NAME] [--storage 500Gi] [--out FILE]
   sft-app import verl|trl FILE       turn the options of that framework into a TOML file (--out NEW_FILE); also
                                      trl-dpo, trl-kto, trl-orpo, trl-cpo and trl-reward, for these trainers of TRL
           [--strict]                 exit with 4 if an option that changes the result is lost

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from offbeat_core import ConfigError, load_config
-from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
+from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
@@ -137,6 +137,7 @@ _COMMANDS: dict[str, Command] = {
     "plan": Command(
         partial(plan_command, SftPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
     ),
+    **batch_commands(SftPlanner(), _PROGRAM),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set"), switches=("strict",)),
     "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
     "save": Command(save_command, "RUN"),

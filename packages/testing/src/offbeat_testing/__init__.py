@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from offbeat_testing._ranks._child import Ranks
     from offbeat_testing._ray_nodes import RayNodes, ray_nodes
     from offbeat_testing._rollout_conformance import RolloutConformance
+    from offbeat_testing._slurm import SlurmStandIn
     from offbeat_testing._train_conformance import TrainEngineConformance
 
 __all__ = [
@@ -52,6 +53,7 @@ __all__ = [
     "RolloutConformance",
     "RunningCommand",
     "Script",
+    "SlurmStandIn",
     "TinyFamily",
     "TrainEngineConformance",
     "changed_weights",
@@ -88,6 +90,7 @@ __getattr__, __dir__ = load_lazily(
         "_ranks._child": "Ranks",
         "_ray_nodes": "ray_nodes RayNodes",
         "_rollout_conformance": "RolloutConformance",
+        "_slurm": "SlurmStandIn",
         "_train_conformance": "TrainEngineConformance",
     },
 )

@@ -20,7 +20,7 @@ from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
 from offbeat_core import load_config
-from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, plan_command
+from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
@@ -128,6 +128,7 @@ _COMMANDS: dict[str, Command] = {
     "plan": Command(
         partial(plan_command, GrpoPlanner()), "FILE", options=PLAN_OPTIONS, overrides=True, switches=PLAN_SWITCHES
     ),
+    **batch_commands(GrpoPlanner(), _PROGRAM),
     "import": Command(import_command, "FRAMEWORK FILE", options=("out", "set"), switches=("strict",)),
     "resume": Command(_resume, "RUN", options=("push-to",), overrides=True),
     "save": Command(save_command, "RUN"),

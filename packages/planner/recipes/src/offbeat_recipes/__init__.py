@@ -1,5 +1,6 @@
 """The preparation of a recipe: planned on a cluster, made to fit it, rehearsed on a laptop."""
 
+from offbeat_recipes._batch.commands import batch_commands
 from offbeat_recipes._drawn_data import (
     NUM_DRAWN,
     draw_chats,
@@ -66,6 +67,7 @@ __all__ = [
     "RunMemory",
     "RunPlan",
     "Source",
+    "batch_commands",
     "change_recipe",
     "draw_chats",
     "draw_figures",

@@ -1,0 +1,1 @@
+"""Batch systems: what Slurm, SkyPilot and Kubernetes take to start a run."""
