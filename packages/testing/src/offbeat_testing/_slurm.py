@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Final
@@ -118,5 +119,5 @@ def _srun(folder: Path, *words: str) -> int:
 
 
 if __name__ == "__main__":
-    commands = {"sbatch": _sbatch, "srun": _srun, "scontrol": _scontrol}
+    commands: dict[str, Callable[..., int]] = {"sbatch": _sbatch, "srun": _srun, "scontrol": _scontrol}
     sys.exit(commands[sys.argv[1]](Path(os.environ[_FOLDER]), *sys.argv[2:]))
