@@ -371,8 +371,10 @@ def start(session: nox.Session) -> None:
     """docs/start.md is followed as it is written, in an empty environment, beside an index and a Hub on loopback."""
     dist = NOX / "start" / "dist"
     run(session, "uv", "build", "--quiet", "--all-packages", "--wheel", f"--out-dir={dist}")
-    settings = {"OFFBEAT_DIST": str(dist), "OFFBEAT_INDEX_TOOLS": str(release_tools(session)), "PYTHONPATH": "tools"}
-    pytest(session, "start", "tests/nightly/test_start_page.py", "-rP", **settings)
+    tools, file = str(release_tools(session)), "tests/nightly/test_start_page.py"
+    pytest(
+        session, "start", file, "-rP", OFFBEAT_DIST=str(dist), OFFBEAT_INDEX_TOOLS=tools, PYTHONPATH=str(ROOT / "tools")
+    )
 
 
 @nox.session(tags=["nightly"], default=False)

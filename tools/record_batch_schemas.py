@@ -53,7 +53,8 @@ def kubernetes() -> dict[str, Any]:
             held[name] = bare(definitions[name])
             awaited += re.findall(r"#/[$]defs/([\w.]+)", json.dumps(held[name]))
     text = json.dumps({**kinds, "$defs": held})
-    return json.loads(re.sub(r"[\w:/.-]*_definitions.json#/[$]defs/", "#/$defs/", text))
+    found: dict[str, Any] = json.loads(re.sub(r"[\w:/.-]*_definitions.json#/[$]defs/", "#/$defs/", text))
+    return found
 
 
 def main(git_directory: str, tag: str) -> None:

@@ -14,7 +14,7 @@ from offbeat_run import Problems, find_model_problems
 def find_further(sections: Mapping[str, Any], failed: Collection[str]) -> list[str]:
     """Return what is wrong with a configuration besides what its loader says; see `offbeat_core.load_config`.
 
-    What a value that does not fit might have changed is left out: it could be a mistake that nobody made.
+    What a value that does not fit might have changed is left out: it may be no mistake at all.
 
     Args:
         sections: with the values that fit, by the fields of `GrpoConfig`.
