@@ -33,8 +33,9 @@ INSTALLERS: Final = re.compile(r"(?:- run: )?(?P<line>(?:pip install|uv pip inst
 # Lines with these are resolved and not installed, each with the reason.
 RESOLVED_ONLY: Final[Mapping[str, str]] = {
     "offbeat-rollout-vllm[engine]": "vLLM's CUDA build takes several GB and needs a GPU to be imported",
-    "offbeat-npu[engine]": "torch-npu beside torch needs CANN to be imported",
 }
+# Engines that can be imported without a device.
+RUN_ON_CPUS: Final = frozenset(("offbeat-engine-megatron[engine]",))
 # A name for a package that a reader would add.
 EXAMPLES: Final = frozenset(("offbeat-rollout-x",))
 EXCLUDES: Final = re.compile(r"printf '(?P<names>[^']+)' > (?P<file>\S+)")
@@ -84,7 +85,12 @@ class InstallLine:
     @property
     def why_resolved_only(self) -> str:
         """Return why it is not installed here; empty where it is."""
-        return next((reason for word, reason in RESOLVED_ONLY.items() if word in self.words), "")
+        for word in self.words:
+            if word in RESOLVED_ONLY:
+                return RESOLVED_ONLY[word]
+            if word.endswith("[engine]") and word not in RUN_ON_CPUS:
+                return "its engine needs the runtime of a device to be imported"
+        return ""
 
 
 def install_lines() -> list[InstallLine]:

@@ -31,7 +31,7 @@ def test_a_package_that_is_not_ours_under_a_name_like_ours_is_refused():
 
 def test_an_installer_that_cannot_be_run_is_refused_and_not_passed_over(tmp_path):
     with pytest.raises(InstallError, match="add this kind"):
-        install(line("uv add offbeat-core"), tmp_path / "venv", "http://127.0.0.1:1/simple/")
+        install(line("uv add offbeat-core"), tmp_path / "venv", "an index")
 
 
 @pytest.mark.parametrize(

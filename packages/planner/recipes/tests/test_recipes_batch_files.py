@@ -23,7 +23,7 @@ PROGRAM = "a-program-of-this-test"
 HOSTILE = "--data.path=$(touch hit) `touch hit` \"; touch hit #' \\ é"
 SCHEMAS = Path(__file__).parent / "batch_schemas"
 LAYOUTS = pytest.mark.parametrize(
-    ("num_nodes", "devices", "kind"), [(1, 0, ""), (1, 8, "GPU"), (2, 8, "GPU"), (4, 16, "NPU")]
+    ("num_nodes", "devices", "kind"), [(1, 0, ""), (1, 8, "GPU"), (2, 8, "GPU"), (4, 16, "TPU")]
 )
 
 
@@ -91,10 +91,11 @@ def test_a_task_is_valid_by_the_schemas_of_skypilot(folder: Path, num_nodes: int
 def test_a_manifest_is_valid_by_the_schemas_of_kubernetes_and_kuberay(
     folder: Path, num_nodes: int, devices: int, kind: str
 ) -> None:
-    config, claim, job = k8s(job_of(folder, num_nodes, devices, kind), cpus="32", memory="256Gi")
+    named = {"TPU": {"resource": "google.com/tpu"}}.get(kind, {})
+    config, claim, job = k8s(job_of(folder, num_nodes, devices, kind), cpus="32", memory="256Gi", **named)
     check_kubernetes(config, "configmap-v1")
     check_kubernetes(claim, "persistentvolumeclaim-v1")
-    resource = {"GPU": "nvidia.com/gpu", "NPU": "huawei.com/Ascend910"}.get(kind)
+    resource = {"GPU": "nvidia.com/gpu", "TPU": "google.com/tpu"}.get(kind)
     templates = [job["spec"]["template"]] if num_nodes == 1 else []
     if num_nodes == 1:
         check_kubernetes(job, "job-batch-v1")

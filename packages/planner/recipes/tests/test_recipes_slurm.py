@@ -86,7 +86,7 @@ def test_a_job_asks_for_the_nodes_and_devices_of_the_plan_and_a_signal_before_it
     held = directives(job_of(folder, 2), partition="gpu", account="us", time="1-00:00:00")
     assert {"nodes=2", "gpus-per-node=8", "requeue", "signal=B:USR1@300", "time=1-00:00:00"} <= {*held}
     assert {"partition=gpu", "account=us", "ntasks-per-node=1", "exclusive", "mem=0"} <= {*held}
-    assert "gres=npu:8" in directives(job_of(folder, kind="NPU"))
+    assert "gres=tpu:8" in directives(job_of(folder, kind="TPU"))
     assert not [line for line in directives(job_of(folder, devices_per_node=0)) if "gpu" in line]
 
 

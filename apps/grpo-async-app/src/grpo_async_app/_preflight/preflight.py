@@ -160,7 +160,7 @@ def check_run(config: GrpoConfig, problems: Problems | None = None) -> Preflight
         UserError: what is wrong, with what to do; mistakes of several sections together.
     """
     config, known = _fill_known_set(config)
-    run, hub, model, reward_notes, notices = _check_sections(resolve(config), problems or Problems())
+    run, hub, model, reward_notes, notices = _check_sections(resolve(config), problems)
     tokenizer = _load_tokenizer(run, model)
     run, prompts = read_data(run, tokenizer)
     # From here on torch may be imported, which takes seconds: the mistakes above are reported at once.
@@ -204,7 +204,7 @@ def _fill_known_set(config: GrpoConfig) -> tuple[GrpoConfig, tuple[str, ...]]:
 
 
 def _check_sections(
-    run: ResolvedRun, problems: Problems
+    run: ResolvedRun, problems: Problems | None
 ) -> tuple[ResolvedRun, HubModels, ExaminedModel, tuple[str, ...], tuple[str, ...]]:
     """Check what sections say of themselves; their mistakes are reported together.
 
@@ -212,7 +212,7 @@ def _check_sections(
         The run with its models on this machine, what came from the Hub, the policy, how rewards are called, in words,
         and notices of the choices.
     """
-    config = run.config
+    config, problems = run.config, problems or Problems()
     doing("checking the configuration")
     notices = check_choices(run, problems)
     with problems.collected():

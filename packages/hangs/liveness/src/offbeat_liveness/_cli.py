@@ -8,7 +8,7 @@ import runpy
 import sys
 import time
 from collections.abc import Sequence
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
@@ -56,9 +56,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _version() -> str:
+    try:
+        return f"offbeat-liveness {version('offbeat-liveness')}"
+    except PackageNotFoundError:  # its folder is on the path, and it is not installed
+        return "offbeat-liveness, not installed"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="offbeat-liveness", description="Report what a stuck run waits for.")
-    parser.add_argument("--version", action="version", version=f"{parser.prog} {version(parser.prog)}")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(dest="command", required=True)
     show = commands.add_parser("show", help="read the dumps of a run, dead or alive")
     show.add_argument("directory", metavar="DIR")

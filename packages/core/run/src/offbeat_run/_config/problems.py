@@ -22,7 +22,7 @@ class Problems:
 
     @property
     def texts(self) -> list[str]:
-        """What was collected, each once."""
+        """Return the texts of what was collected, each once."""
         return list(dict.fromkeys(str(error) for error in self._found))
 
     def raise_all(self) -> None:

@@ -8,8 +8,8 @@ from offbeat_recipes._plan_command import Planner
 from offbeat_run import CommandWords
 
 K8S_OPTIONS: Final = ("cluster", "cpus", "image", "memory", "out", "resource", "storage")
-_RESOURCES: Final = {"GPU": "nvidia.com/gpu", "NPU": "huawei.com/Ascend910"}
-"""Names under which the device plugins of NVIDIA and Huawei offer accelerators, by Ray's name of the kind."""
+_RESOURCES: Final = {"GPU": "nvidia.com/gpu"}
+"""Names under which device plugins offer accelerators, by Ray's name of the kind; `--resource` names others."""
 _QUANTITY: Final = r"\d+(\.\d+)?([kMGTP]i?|m)?"
 
 
