@@ -19,7 +19,7 @@ from workspace import ROOT, committed_files, packages
 
 UV_TIMEOUT_S: Final = 300.0
 PRIVATE_UMASK: Final = 0o077
-"""Of the second build: modes of files must not depend on who builds them."""
+"""Umask of the second build: modes of files must not depend on who builds them."""
 
 
 class DistributionError(Exception):

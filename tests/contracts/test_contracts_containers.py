@@ -1,4 +1,4 @@
-"""What containers/ names is there. The images are not built here: `nox -s release` lints their files."""
+"""Files that containers/ names are there. The images are not built here: `nox -s release` lints their files."""
 
 import re
 from pathlib import Path

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ from offbeat_testing import HubServer
 PAGE = Path(__file__).parents[2] / "docs" / "start.md"
 PATIENCE_S = 1500.0
 POSITIONS = 40960
-"""Of Qwen3-0.6B, in whose place the model is served."""
+"""Positions of Qwen3-0.6B, in whose place the model is served."""
 
 
 def steps() -> list[str]:
@@ -74,7 +75,7 @@ def test_the_page_for_the_first_run_is_followed_as_it_is_written(hub_model: Path
         )
     assert done.returncode == 0, done.stdout[-5000:]
     times = [float(each) for each in re.findall(r"^## ([\d.]+)$", done.stdout, re.MULTILINE)]
-    for step, before, after in zip(steps(), times, times[1:], strict=True):
+    for step, (before, after) in zip(steps(), pairwise(times), strict=True):
         print(f"{after - before:7.1f} s  {step.splitlines()[0]}")
     print(f"{time.monotonic() - began_s:7.1f} s  in all")
     for name in ("first", "second"):

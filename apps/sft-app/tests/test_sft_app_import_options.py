@@ -11,12 +11,12 @@ import pytest
 
 from offbeat_core import ConfigError
 from offbeat_recipes import TRAINING_ARGUMENTS, OptionTable, OptionVerdict, RecipeBuilder, Source, read_option_table
-from sft_app._import import import_verl
-from sft_app._import_trl import import_preferences, import_supervised
+from sft_app._imports.command import import_verl
+from sft_app._imports.trl import import_preferences, import_supervised
 
 LISTS = Path(__file__).parent / "import_options"
-SUPERVISED = read_option_table("sft_app", "_import_trl").beside(TRAINING_ARGUMENTS)
-PREFERENCES = read_option_table("sft_app", "_import_preferences").beside(SUPERVISED)
+SUPERVISED = read_option_table("sft_app._imports", "trl").beside(TRAINING_ARGUMENTS)
+PREFERENCES = read_option_table("sft_app._imports", "preferences").beside(SUPERVISED)
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Trainer:
 TRAINERS = {
     "verl": Trainer(
         import_verl,
-        read_option_table("sft_app", "_import_verl"),
+        read_option_table("sft_app._imports", "verl"),
         ({}, {"data.val_files": "v", "model.lora_rank": 4, "trainer.logger": ["wandb"]}),
     ),
     "trl_sft": Trainer(import_supervised, SUPERVISED, ({"use_peft": True},)),

@@ -13,9 +13,9 @@ _CURVES: Final = ("eval/accuracy", "train/reward", "eval/loss", "train/loss", "r
 """Drawn where a run has them, in this order."""
 _WIDTH: Final = 280
 _HEIGHT: Final = 64
-"""Of a curve, pixels: two fit beside each other in a cell."""
+"""Size of a curve, pixels: two fit beside each other in a cell."""
 _MAX_POINTS: Final = 1000
-"""Of a curve; of more, every second one goes."""
+"""Points of a curve; of more, every second one goes."""
 _MAX_LINES: Final = 8
 _DRAW_EVERY_S: Final = 1.0
 

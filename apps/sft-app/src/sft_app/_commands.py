@@ -11,11 +11,11 @@ from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_
 from offbeat_run import (
     Command,
     CommandWords,
-    Problems,
     RunFolder,
     check_destination,
     check_trackers,
     doctor_command,
+    load_to_train,
     new_run_folder,
     print_conclusion,
     print_text,
@@ -29,12 +29,12 @@ from offbeat_run import (
     say_finished,
 )
 from sft_app._config import SftConfig
-from sft_app._further import find_further, list_needs
-from sft_app._import import import_command
+from sft_app._imports.command import import_command
 from sft_app._init import init_command
 from sft_app._learners import create_learner
 from sft_app._plan import SftPlanner, describe_run
 from sft_app._preflight import Preflight, check_run
+from sft_app._problems import find_problems, list_needs
 from sft_app._reference import Reference, compute_reference, load_reference
 from sft_app._shrink import shrink_run
 from sft_app._train import create_engine, find_start, resume, train
@@ -48,14 +48,8 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
-    shrinks, problems = "shrink" in words.switches, Problems()
-    config = load_config(file, SftConfig, words.overrides, look=None if shrinks else find_further)
-    with problems.collected():
-        check_destination(words)
-    with problems.collected():
-        check_trackers(config.log)
-    if shrinks:
-        problems.raise_all()
+    config, problems = load_to_train(words, file, SftConfig, find_problems)
+    if "shrink" in words.switches:
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
     preflight = check_run(config, problems=problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:

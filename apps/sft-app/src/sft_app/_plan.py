@@ -10,7 +10,6 @@ from offbeat_core import PlacementError, TrainLayout
 from offbeat_placement import ClusterView, Placement, ResourceRequest
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen
 from sft_app._config import SftConfig
-from sft_app._further import find_further
 from sft_app._preflight import (
     Preflight,
     assume_budget,
@@ -21,6 +20,7 @@ from sft_app._preflight import (
     settle_format,
     sharing_ranks,
 )
+from sft_app._problems import find_problems
 from sft_app._shrink import shrink_run
 
 
@@ -29,8 +29,8 @@ class SftPlanner(Planner[SftConfig]):
 
     config_type: ClassVar = SftConfig
 
-    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
-        return find_further(sections, failed)
+    def find_problems(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+        return find_problems(sections, failed)
 
     def plan_here(self, config: SftConfig) -> RunPlan:
         return describe_run(check_run(config))

@@ -44,7 +44,7 @@ from offbeat_run import (
 )
 from sft_app._config import EngineConfig, SftConfig
 from sft_app._examples import Example, ExampleSet, load_examples
-from sft_app._further import NEEDS_HELD_OUT, check_settings
+from sft_app._problems import NEEDS_HELD_OUT, check_settings
 
 
 @dataclass(frozen=True, kw_only=True)

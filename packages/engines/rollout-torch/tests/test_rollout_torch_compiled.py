@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from offbeat_core import ConfigError, GenerateRequest, SamplingParams
 from offbeat_device import open_device
 from offbeat_rollout_torch import _compiled, _engine
-from offbeat_rollout_torch._compiled import CompiledStep, choose_step
 from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import Architecture, read_architecture, rotations
-from offbeat_rollout_torch._length_attention import SPLITS, attend_by_length
 from offbeat_rollout_torch._loading import load_weights
 from offbeat_rollout_torch._sampling import row_numbers, seed_states
-from offbeat_rollout_torch._static import PlainStep, StaticDecoder, StepInputs, StepShape
-from offbeat_rollout_torch._static_cache import StaticCache
+from offbeat_rollout_torch._static_rows.cache import StaticCache
+from offbeat_rollout_torch._static_rows.compiled import CompiledStep, choose_step
+from offbeat_rollout_torch._static_rows.decoder import PlainStep, StaticDecoder, StepInputs, StepShape
+from offbeat_rollout_torch._static_rows.length_attention import SPLITS, attend_by_length
 from offbeat_testing import tiny_model
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")

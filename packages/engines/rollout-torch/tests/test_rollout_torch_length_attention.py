@@ -12,10 +12,16 @@ from hypothesis import strategies as st
 from offbeat_device import prepare_compiler
 from offbeat_rollout_torch import _compiled
 from offbeat_rollout_torch._cache import Block
-from offbeat_rollout_torch._compiled import LengthAttention
 from offbeat_rollout_torch._families import Architecture
-from offbeat_rollout_torch._length_attention import BLOCKS_TO_FILL, KEY_BLOCK, SPLITS, choose_splits, split_blocks
-from offbeat_rollout_torch._static import places_mask
+from offbeat_rollout_torch._static_rows.compiled import LengthAttention
+from offbeat_rollout_torch._static_rows.decoder import places_mask
+from offbeat_rollout_torch._static_rows.length_attention import (
+    BLOCKS_TO_FILL,
+    KEY_BLOCK,
+    SPLITS,
+    choose_splits,
+    split_blocks,
+)
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

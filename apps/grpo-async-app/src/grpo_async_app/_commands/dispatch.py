@@ -13,9 +13,8 @@ from grpo_async_app._commands.shrink import shrink_run
 from grpo_async_app._commands.where import where_command
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._imports.command import import_command
-from grpo_async_app._preflight.further import find_further
 from grpo_async_app._preflight.preflight import Preflight, check_run
-from grpo_async_app._preflight.settings import check_same_data
+from grpo_async_app._preflight.settings import check_same_data, find_problems
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
@@ -24,10 +23,10 @@ from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_
 from offbeat_run import (
     Command,
     CommandWords,
-    Problems,
     RunFolder,
     check_destination,
     check_trackers,
+    load_to_train,
     new_run_folder,
     print_conclusion,
     print_table,
@@ -53,14 +52,8 @@ def dispatch(words: list[str]) -> int:
 
 
 def _train(words: CommandWords, file: str) -> int:
-    shrinks, problems = "shrink" in words.switches, Problems()
-    config = load_config(file, GrpoConfig, words.overrides, look=None if shrinks else find_further)
-    with problems.collected():
-        check_destination(words)
-    with problems.collected():
-        check_trackers(config.log)
-    if shrinks:
-        problems.raise_all()
+    config, problems = load_to_train(words, file, GrpoConfig, find_problems)
+    if "shrink" in words.switches:
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
     preflight = check_run(config, problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:

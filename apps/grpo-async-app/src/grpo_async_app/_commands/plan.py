@@ -13,11 +13,10 @@ from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import assume_budget, settle_budget
 from grpo_async_app._preflight.correction import choose_correction
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
-from grpo_async_app._preflight.further import find_further
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
 from grpo_async_app._preflight.preflight import Preflight, check_run
-from grpo_async_app._preflight.settings import check_settings
+from grpo_async_app._preflight.settings import check_settings, find_problems
 from grpo_async_app._preflight.sources import check_rewards
 from grpo_async_app._preflight.turns import choose_parking
 from offbeat_core import BackendError
@@ -40,8 +39,8 @@ class GrpoPlanner(Planner[GrpoConfig]):
 
     config_type: ClassVar = GrpoConfig
 
-    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
-        return find_further(sections, failed)
+    def find_problems(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+        return find_problems(sections, failed)
 
     def plan_here(self, config: GrpoConfig) -> RunPlan:
         return _run_plan(check_run(config))

@@ -2,21 +2,47 @@
 
 import importlib.util
 import shutil
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import fields
 from functools import partial
-from typing import Final
+from typing import Any, Final
 
 from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.critic import check_critic
 from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._config.sections import GrpoConfig, check_engine_options
 from grpo_async_app._preflight.backends import check_open_backends
-from grpo_async_app._preflight.engines import rounding_reason
+from grpo_async_app._preflight.engines import check_backends, rounding_reason
 from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
 from offbeat_core import BackendError, ConfigError, installed_backends, load_backend
+from offbeat_data import build_reward, check_data_paths
 from offbeat_objectives import check_algorithm
-from offbeat_run import Problems
+from offbeat_run import Problems, find_model_problems
+
+
+def find_problems(sections: Mapping[str, Any], failed: Collection[str]) -> list[str]:
+    """Return what is wrong with a configuration besides what its loader says; see `offbeat_core.load_config`.
+
+    What a value that does not fit might have changed is left out: it may be no mistake at all.
+
+    Args:
+        sections: with the values that fit, by the fields of `GrpoConfig`.
+        failed: names of the sections that have others.
+    """
+    problems = Problems()
+    models = {name: sections[name] for name in ("model", "teacher", "critic") if name in sections}
+    if "data" in sections:
+        with problems.collected():
+            check_data_paths(sections["data"])
+    if "reward" in sections and "reward" not in failed and sections["reward"].is_set:
+        with problems.collected():
+            build_reward(sections["reward"])
+    if all(field.name in sections for field in fields(GrpoConfig)):
+        config = GrpoConfig(**sections)
+        with problems.collected():
+            check_backends(config)
+        collect_contradictions(config, problems, failed)
+    return [*find_model_problems(models), *problems.texts]
 
 
 def check_settings(run: ResolvedRun) -> tuple[str, ...]:

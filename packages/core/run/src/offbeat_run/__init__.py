@@ -43,6 +43,7 @@ from offbeat_run._metrics.trackers import check_trackers, tracker_notices
 from offbeat_run._publish.card import model_card
 from offbeat_run._publish.push import PushError, check_destination, push, push_command
 from offbeat_run._report.compare import write_comparison
+from offbeat_run._train_command import load_to_train
 from offbeat_run._validation.estimates import pass_at_k
 from offbeat_run._validation.folder import EvalFolder
 from offbeat_run._validation.items import (
@@ -113,6 +114,7 @@ __all__ = [
     "iter_metrics",
     "label_of",
     "load_error",
+    "load_to_train",
     "log_line",
     "log_loaded",
     "log_start",

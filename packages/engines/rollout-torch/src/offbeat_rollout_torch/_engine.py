@@ -33,15 +33,15 @@ from offbeat_core import (
 )
 from offbeat_device import Device, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
-from offbeat_rollout_torch._compiled import choose_step
 from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
 from offbeat_rollout_torch._loading import load_weights
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriteria
-from offbeat_rollout_torch._static import StaticDecoder
-from offbeat_rollout_torch._static_cache import StaticCache, static_row_tokens
+from offbeat_rollout_torch._static_rows.cache import StaticCache, static_row_tokens
+from offbeat_rollout_torch._static_rows.compiled import choose_step
+from offbeat_rollout_torch._static_rows.decoder import StaticDecoder
 from offbeat_rollout_torch._worker import Worker
 from offbeat_weightsync import DequantizedStream
 

@@ -27,7 +27,7 @@ from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
-from offbeat_rollout_torch._static import StaticDecoder, StepInFlight
+from offbeat_rollout_torch._static_rows.decoder import StaticDecoder, StepInFlight
 
 HEAD_TOKENS: Final = 256
 """Scores' logits are made for so many tokens at a time: all of a long pass would take more memory than the model."""

@@ -215,7 +215,7 @@ class Planner(ABC, Generic[ConfigT]):
     def plan_rehearsal(self, config: ConfigT, folder: Path) -> RunPlan:
         """Check the shrunken run, as before a run; its model and data may be made in the folder."""
 
-    def find_further(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
+    def find_problems(self, sections: Mapping[str, Any], failed: Collection[str]) -> Sequence[str]:
         """Return what is wrong besides values that do not fit; see `offbeat_core.load_config`."""
         return ()
 
@@ -250,7 +250,7 @@ def plan_command(planner: Planner[ConfigT], words: CommandWords, file: str) -> i
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
     is_as_given = "cluster" not in words.options and "shrink" not in words.switches  # else models need not be here
-    look = planner.find_further if is_as_given else None
+    look = planner.find_problems if is_as_given else None
     config: ConfigT = load_config(file, planner.config_type, words.overrides, look=look)
     run_plan = _look(planner, config, words, Path(file))
     if style == "json":

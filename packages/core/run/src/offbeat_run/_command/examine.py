@@ -182,7 +182,9 @@ def examine(sections: Collection[str], *, shows_all: bool = False) -> list[tuple
     lost = [(name, text) for name, text in packages if name in _ENGINE_LIBRARIES and text.startswith(_NOT_INSTALLED)]
     if not shows_all:
         packages, devices = _in_short(packages), _present(devices)
-    verdict = f"can run with {', '.join(ready)}" if ready and not lost else "cannot run: nothing that is needed is here"
+    lacking = kinds.keys() - {kind for kind, _, finding in found if finding == _READY}
+    wanted = ", ".join([*(name for name, _ in lost), *(f"a backend for {kinds[kind]}" for kind in sorted(lacking))])
+    verdict = f"cannot run without {wanted}" if wanted else f"can run with {', '.join(ready)}"
     return [*lost, *missing, *_machine(), *packages, *devices, ("ready", verdict)]
 
 

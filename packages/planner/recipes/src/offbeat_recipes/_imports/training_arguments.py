@@ -51,7 +51,7 @@ def _write_source(
         return
     path = str(draft.entries[key].value)
     if find_hub_name(path, "dataset") is None:
-        draft.change(part_name, f"{path} is a path here: give the {part} part of it")
+        draft.change(part_name, f"{path} is a path, of which no {part} is looked for: give that of the part itself")
         return
     draft.put(key, f"{path}{sign}{part}", draft.named(*names), part_name)
 

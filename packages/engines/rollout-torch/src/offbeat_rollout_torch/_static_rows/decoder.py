@@ -28,7 +28,7 @@ from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._sampling import RowParams, device_uniforms, draw_rows, row_numbers, seed_states
 from offbeat_rollout_torch._scheduler import Sample
-from offbeat_rollout_torch._static_cache import StaticCache
+from offbeat_rollout_torch._static_rows.cache import StaticCache
 
 WHOLE_NUMBERS: Final = 4
 """Integers of a row: its last token, the place of that, how many it has drawn, and `seed_states` of its seed."""

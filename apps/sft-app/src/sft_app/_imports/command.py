@@ -22,7 +22,7 @@ from offbeat_recipes import (
 )
 from offbeat_run import CommandWords
 from sft_app._config import SftConfig
-from sft_app._import_trl import PREFERENCE_TRAINERS, check_supervised, import_preferences, import_supervised
+from sft_app._imports.trl import PREFERENCE_TRAINERS, check_supervised, import_preferences, import_supervised
 
 _OF_RL: Final = ("actor_rollout_ref.", "algorithm.", "reward_funcs", "num_generations")
 
@@ -44,7 +44,7 @@ def import_verl(source: Source) -> RecipeBuilder:
     _write_verl_data(draft)
     _write_verl_trainer(draft)
     _write_verl_rhythm(draft)
-    draft.finish(read_option_table(__package__, "_import_verl"))
+    draft.finish(read_option_table(__package__, "verl"))
     return draft
 
 

@@ -10,7 +10,7 @@ from offbeat_run import Problems, check_trackers, find_model_problems
 from sft_app._config import SftConfig
 
 
-def find_further(sections: Mapping[str, Any], failed: Collection[str]) -> list[str]:
+def find_problems(sections: Mapping[str, Any], failed: Collection[str]) -> list[str]:
     """Return what is wrong with a configuration besides what its loader says; see `offbeat_core.load_config`.
 
     Args:
@@ -27,15 +27,14 @@ def find_further(sections: Mapping[str, Any], failed: Collection[str]) -> list[s
             check_preference(sections["preference"])
     if "engine" in sections and "cluster" in sections:
         with problems.collected():
-            if not require_backend("offbeat.launcher", sections["cluster"].launcher).reserves:
-                require_backend("offbeat.engine", sections["engine"].backend)
+            _check_backends(sections["cluster"].launcher, sections["engine"].backend)
     return [*find_model_problems(models), *problems.texts]
 
 
 def list_needs(config: SftConfig) -> dict[str, Callable[[], object]]:
     """Return what a run needs, by what names it; see `offbeat_run.doctor_command`."""
     return {
-        "backends": lambda: _check_backends(config),
+        "backends": lambda: _check_backends(config.cluster.launcher, config.engine.backend),
         "models": lambda: _check_models(config),
         "data": lambda: check_data_paths(config.data),
         "devices": lambda: _check_device(config),
@@ -43,11 +42,11 @@ def list_needs(config: SftConfig) -> dict[str, Callable[[], object]]:
     }
 
 
-def _check_backends(config: SftConfig) -> bool:
+def _check_backends(launcher: str, engine: str) -> bool:
     """Return whether the launcher reserves nodes elsewhere, where the engine is then needed."""
-    is_elsewhere: bool = require_backend("offbeat.launcher", config.cluster.launcher).reserves
+    is_elsewhere: bool = require_backend("offbeat.launcher", launcher).reserves
     if not is_elsewhere:
-        require_backend("offbeat.engine", config.engine.backend)
+        require_backend("offbeat.engine", engine)
     return is_elsewhere
 
 
@@ -59,7 +58,7 @@ def _check_models(config: SftConfig) -> None:
 def _check_device(config: SftConfig) -> None:
     from offbeat_device import rank_device  # imports torch
 
-    if not _check_backends(config):
+    if not _check_backends(config.cluster.launcher, config.engine.backend):
         rank_device(config.engine.device, 0, config.engine.num_ranks, setting="engine.device")
 
 

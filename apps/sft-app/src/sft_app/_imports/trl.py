@@ -48,7 +48,7 @@ def import_supervised(source: Source) -> RecipeBuilder:
     if not draft.take("assistant_only_loss", default=False):
         draft.change("assistant_only_loss", "of a conversation the loss is on the assistant's turns, as if it were set")
     _write_training(draft, 2e-5)
-    finish_training_arguments(draft, __package__, "_import_trl")
+    finish_training_arguments(draft, __package__, "trl")
     return draft
 
 
@@ -89,7 +89,7 @@ def import_preferences(trainer: str, source: Source) -> RecipeBuilder:
     _write_data(draft, source.options)
     PREFERENCE_TRAINERS[trainer](draft)
     _write_training(draft, 1e-4 if trainer == "reward" else 1e-6)
-    finish_training_arguments(draft, __package__, "_import_preferences", "_import_trl")
+    finish_training_arguments(draft, __package__, "preferences", "trl")
     return draft
 
 

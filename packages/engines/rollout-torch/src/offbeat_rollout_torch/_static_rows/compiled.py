@@ -29,9 +29,9 @@ from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block
 from offbeat_rollout_torch._decoder import DecoderWeights, LayerWeights
 from offbeat_rollout_torch._families import rotations
-from offbeat_rollout_torch._length_attention import SPLITS, attend_by_length, choose_splits, split_blocks
 from offbeat_rollout_torch._sampling import row_numbers
-from offbeat_rollout_torch._static import PlainStep, StaticAttention, draw_next, places_mask
+from offbeat_rollout_torch._static_rows.decoder import PlainStep, StaticAttention, draw_next, places_mask
+from offbeat_rollout_torch._static_rows.length_attention import SPLITS, attend_by_length, choose_splits, split_blocks
 
 log = logging.getLogger(__name__)
 
