@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat_core import ConfigError, GenerateRequest, SamplingParams
 from offbeat_device import open_device
-from offbeat_rollout_torch import _compiled, _engine
+from offbeat_rollout_torch import _engine
 from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import Architecture, read_architecture, rotations
 from offbeat_rollout_torch._loading import load_weights
 from offbeat_rollout_torch._sampling import row_numbers, seed_states
+from offbeat_rollout_torch._static_rows import compiled
 from offbeat_rollout_torch._static_rows.cache import StaticCache
 from offbeat_rollout_torch._static_rows.compiled import CompiledStep, choose_step
 from offbeat_rollout_torch._static_rows.decoder import PlainStep, StaticDecoder, StepInputs, StepShape
@@ -58,9 +59,9 @@ def fresh(monkeypatch, tmp_path):
     """Nothing is compiled yet."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     torch._dynamo.reset()
-    _compiled._fast.cache_clear()
+    compiled._fast.cache_clear()
     yield
-    _compiled._fast.cache_clear()
+    compiled._fast.cache_clear()
 
 
 @pytest.fixture
@@ -137,7 +138,7 @@ def test_a_compiled_step_gives_the_logits_of_the_plain_one(family, dtype, tmp_pa
         assert isinstance(step, CompiledStep)
         first = count_graphs.frame_count
         for num_rows in (1, 2, 5, 9, 31):
-            wanted, found = (_compiled._try_steps(each, weights, num_rows) for each in (PlainStep(), step))
+            wanted, found = (compiled._try_steps(each, weights, num_rows) for each in (PlainStep(), step))
             tolerance = 1e-4 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(found.log_softmax(-1), wanted.log_softmax(-1), atol=tolerance, rtol=0)
     assert first == count_graphs.frame_count <= 12
@@ -193,7 +194,7 @@ def test_generated_code_gives_the_logits_of_the_plain_step(family, dtype, tmp_pa
     with torch.inference_mode():
         step = choose_step("on", weights, open_device("cpu"))
         for num_rows in (1, 2, 5, 31):
-            wanted, found = (_compiled._try_steps(each, weights, num_rows) for each in (PlainStep(), step))
+            wanted, found = (compiled._try_steps(each, weights, num_rows) for each in (PlainStep(), step))
             tolerance = 1e-4 if dtype == torch.float32 else 0.1
             torch.testing.assert_close(found.log_softmax(-1), wanted.log_softmax(-1), atol=tolerance, rtol=0)
 
@@ -213,7 +214,7 @@ def count_kernels(fresh):
     def count(function, *args, **kwargs):
         found.clear()
         with pytest.raises(Exception, match="ScheduledError"):
-            _compiled._fast(function)(*args, **kwargs)
+            compiled._fast(function)(*args, **kwargs)
         assert found
         return len(found)
 
@@ -224,7 +225,7 @@ def count_kernels(fresh):
 
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_a_compiled_layer_is_five_kernels_beside_products_and_attention(num_rows, count_kernels):
-    a, fixed = qwen3(1), _compiled._fixed
+    a, fixed = qwen3(1), compiled._fixed
     half = {"dtype": torch.bfloat16}
     x, norm = fixed(torch.ones(num_rows, a.hidden_size, **half)), fixed(torch.ones(a.hidden_size, **half), 0)
     qkv = fixed(torch.ones(num_rows, (a.num_heads + 2 * a.num_kv_heads) * a.head_dim, **half))
@@ -233,18 +234,18 @@ def test_a_compiled_layer_is_five_kernels_beside_products_and_attention(num_rows
     turns, places = torch.ones(num_rows, 2, a.head_dim), torch.arange(num_rows)
     both = fixed(torch.ones(num_rows, 2 * a.intermediate_size, **half))
     with torch.inference_mode():
-        norms = count_kernels(_compiled.add_norm, x, x.clone(), norm, a.norm_eps, torch.bfloat16)
-        heads = count_kernels(_compiled.store_heads, qkv, qk_norm, turns, kv, places, a.norm_eps, True)
-        activation = count_kernels(_compiled.swiglu, both)
+        norms = count_kernels(compiled.add_norm, x, x.clone(), norm, a.norm_eps, torch.bfloat16)
+        heads = count_kernels(compiled.store_heads, qkv, qk_norm, turns, kv, places, a.norm_eps, True)
+        activation = count_kernels(compiled.swiglu, both)
     assert 2 * norms + heads + activation <= 5
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
 def test_compiled_draws_are_twelve_kernels(num_rows, count_kernels):
-    logits = _compiled._fixed(torch.ones(num_rows, qwen3(1).vocab_size))
+    logits = compiled._fixed(torch.ones(num_rows, qwen3(1).vocab_size))
     columns = torch.ones(4, num_rows, dtype=torch.int64)
     with torch.inference_mode():
-        drawing = count_kernels(_compiled.draw_next, logits, torch.ones(6, num_rows), columns, 4000, is_cut=False)
+        drawing = count_kernels(compiled.draw_next, logits, torch.ones(6, num_rows), columns, 4000, is_cut=False)
     assert drawing <= 12
 
 
@@ -286,7 +287,7 @@ class CountedOperators(TorchDispatchMode):
 def count_operators(step, num_layers, num_rows, is_cut, monkeypatch):
     """Return the operators of a step of Qwen3-0.6B on tensors without memory, which refuse to be read."""
     a, device, operators = qwen3(num_layers), open_device("cpu"), CountedOperators()
-    monkeypatch.setattr(_compiled, "_fast", operators.as_one)
+    monkeypatch.setattr(compiled, "_fast", operators.as_one)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         weights = DecoderWeights(a, torch.bfloat16, device.torch_device, pack=False)
@@ -318,7 +319,7 @@ def test_steps_that_cannot_be_traced_run_as_they_are(count_graphs, folder, caplo
         print(float(gate_up_BF.sum()))
         return gate_up_BF.chunk(2, -1)[0]
 
-    monkeypatch.setattr(_compiled, "swiglu", looks_at_values)
+    monkeypatch.setattr(compiled, "swiglu", looks_at_values)
     weights, device = load(folder, torch.float32), RepeatingDevice()
     assert type(choose_step("auto", weights, device)) is PlainStep
     assert "decoding steps run uncompiled, which is slower: Unsupported" in caplog.text
@@ -338,7 +339,7 @@ def test_steps_that_cannot_be_traced_run_as_they_are(count_graphs, folder, caplo
     ],
 )
 def test_steps_that_compute_something_else_run_as_they_are(part, wrong, reason, folder, caplog, monkeypatch):
-    monkeypatch.setattr(_compiled, "_fast", lambda function: wrong if function.__name__ == part else function)
+    monkeypatch.setattr(compiled, "_fast", lambda function: wrong if function.__name__ == part else function)
     weights, device = load(folder, torch.float32), RepeatingDevice()
     assert type(choose_step("auto", weights, device)) is PlainStep
     assert reason in caplog.text
@@ -350,7 +351,7 @@ def test_attention_that_computes_something_else_is_masked(folder, caplog, monkey
     def wrong(queries, *others):
         return queries
 
-    monkeypatch.setattr(_compiled, "_fast", lambda function: wrong if function is attend_by_length else function)
+    monkeypatch.setattr(compiled, "_fast", lambda function: wrong if function is attend_by_length else function)
     step = choose_step("on", load(folder, torch.float32), RepeatingDevice())
     assert isinstance(step, CompiledStep)
     assert not step.by_length
@@ -360,7 +361,7 @@ def test_attention_that_computes_something_else_is_masked(folder, caplog, monkey
 def test_steps_run_while_another_thread_compiles(monkeypatch):
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)  # torch's, of the whole process
     tensor = torch.ones(2, 3)
-    assert _compiled._fixed(tensor) is tensor
+    assert compiled._fixed(tensor) is tensor
 
 
 def test_what_forbids_compiled_steps_is_named(folder, caplog, monkeypatch):

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from offbeat_device import prepare_compiler
-from offbeat_rollout_torch import _compiled
 from offbeat_rollout_torch._cache import Block
 from offbeat_rollout_torch._families import Architecture
+from offbeat_rollout_torch._static_rows import compiled
 from offbeat_rollout_torch._static_rows.compiled import LengthAttention
 from offbeat_rollout_torch._static_rows.decoder import places_mask
 from offbeat_rollout_torch._static_rows.length_attention import (
@@ -58,9 +58,9 @@ def fresh(monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "compiled"))
     prepare_compiler()
     torch._dynamo.reset()
-    _compiled._fast.cache_clear()
+    compiled._fast.cache_clear()
     yield
-    _compiled._fast.cache_clear()
+    compiled._fast.cache_clear()
 
 
 @pytest.fixture
