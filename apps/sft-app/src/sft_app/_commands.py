@@ -6,15 +6,18 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from offbeat_actors import run_on_driver
 from offbeat_core import ConfigError, load_config
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
+    Problems,
     RunFolder,
     check_destination,
     check_trackers,
     doctor_command,
+    doing,
     load_to_train,
     new_run_folder,
     print_conclusion,
@@ -51,6 +54,11 @@ def _train(words: CommandWords, file: str) -> int:
     config, problems = load_to_train(words, file, SftConfig, find_problems)
     if "shrink" in words.switches:
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
+    doing("")  # a process that is not the driver waits without a word
+    return run_on_driver(config, partial(_drive, words, config, file, problems))
+
+
+def _drive(words: CommandWords, config: SftConfig, file: str, problems: Problems) -> int:
     preflight = check_run(config, problems=problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         return _begin(preflight, run, words)
@@ -75,10 +83,16 @@ def _begin(preflight: Preflight, run: RunFolder, words: CommandWords) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     check_destination(words)
-    with RunFolder.open(folder) as run:
+    with RunFolder.open(folder, write=False) as run:
         refuse_foreign_run(run, _PROGRAM)
-        start = find_start(run)
         config = load_config(run.config, SftConfig, words.overrides)
+    doing("")  # a process that is not the driver waits without a word
+    return run_on_driver(config, partial(_drive_resumed, words, config, folder))
+
+
+def _drive_resumed(words: CommandWords, config: SftConfig, folder: str) -> int:
+    with RunFolder.open(folder) as run:
+        start = find_start(run)
         check_trackers(config.log)
         preflight = check_run(config, start.progress)
         if not words.overrides and say_finished(run, start.updates, preflight.num_updates):

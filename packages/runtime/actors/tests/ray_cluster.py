@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from offbeat_actors import ClusterConfig
+from offbeat_actors._agent import decode
 from offbeat_actors.ray import RayLauncher
-from offbeat_actors.ray._agent import AgentLocation, NodeAgent, decode
+from offbeat_actors.ray._agent import AgentLocation, RayNodeAgent
 from offbeat_actors.ray._cluster import Connection, import_ray
-from offbeat_actors.ray._process import AgentLink
+from offbeat_actors.ray._link import RayLink
 from offbeat_testing import RayNodes, ray_nodes
 
 NUM_GPUS = 8
@@ -28,7 +29,7 @@ class RayCluster:
 
     ray: Any
     nodes: RayNodes
-    home: AgentLink | None = None
+    home: RayLink | None = None
 
     @property
     def address(self) -> str:
@@ -82,12 +83,12 @@ class SharedHomeLauncher(RayLauncher):
         self._home = None
         await super().close(deadline_s)
 
-    async def _open_home(self) -> AgentLink:
+    async def _open_home(self) -> RayLink:
         connection = await self._connect()
         if self._cluster.home is None or self._cluster.home.lost:
             affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
             strategy = affinity(connection.own_node, soft=False)
-            actor = connection.ray.remote(NodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
+            actor = connection.ray.remote(RayNodeAgent).options(num_cpus=0, scheduling_strategy=strategy).remote()
             where = decode(await actor.whereabouts.remote(), AgentLocation)
-            self._cluster.home = AgentLink(connection.ray, actor, where.node, where.address)
+            self._cluster.home = RayLink(connection.ray, actor, where.node, where.address)
         return self._cluster.home

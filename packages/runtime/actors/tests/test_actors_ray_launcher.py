@@ -19,9 +19,9 @@ from ray_cluster import RayCluster
 from role_processes import parent_of, role_processes
 from test_actors_failures import error_of, needs_linux
 
-from offbeat_actors import ClusterConfig, RoleSpec
-from offbeat_actors.ray import RayLauncher, _launcher, cluster_nodes
-from offbeat_actors.ray._agent import LogFile
+from offbeat_actors import ClusterConfig, RoleSpec, _remote
+from offbeat_actors._agent import LogFile
+from offbeat_actors.ray import RayLauncher, cluster_nodes
 from offbeat_actors.ray._cluster import own_folder
 from offbeat_core import RoleName
 from offbeat_placement import RankGroup, plan_placement
@@ -232,8 +232,8 @@ def test_a_agent_that_dies_takes_its_roles_along_and_is_replaced(
 def test_the_log_of_a_machine_that_does_not_share_files_comes_to_the_driver(
     ray_cluster: RayCluster, role_env: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    described = _launcher.describe_log
-    monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
+    described = _remote.describe_log
+    monkeypatch.setattr(_remote, "describe_log", lambda path: replace_inode(described(path)))
     log_path = tmp_path / "logs" / "rollout-0.log"
     groups = [RankGroup(role="rollout", tensor_parallel=2, process_per_replica=True)]
 
@@ -263,8 +263,8 @@ def test_a_log_that_cannot_be_written_here_does_not_make_its_role_deaf(
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    described = _launcher.describe_log
-    monkeypatch.setattr(_launcher, "describe_log", lambda path: replace_inode(described(path)))
+    described = _remote.describe_log
+    monkeypatch.setattr(_remote, "describe_log", lambda path: replace_inode(described(path)))
     log_path = tmp_path / "logs" / "rollout-0.log"
     spec = RoleSpec(RoleName("rollout"), "actor_roles:Faulty", env=role_env, log_path=log_path)
 

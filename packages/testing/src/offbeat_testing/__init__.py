@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from offbeat_testing._ray_nodes import RayNodes, ray_nodes
     from offbeat_testing._rollout_conformance import RolloutConformance
     from offbeat_testing._slurm import SlurmStandIn
+    from offbeat_testing._torchrun import TorchrunNodes
     from offbeat_testing._train_conformance import TrainEngineConformance
 
 __all__ = [
@@ -55,6 +56,7 @@ __all__ = [
     "Script",
     "SlurmStandIn",
     "TinyFamily",
+    "TorchrunNodes",
     "TrainEngineConformance",
     "changed_weights",
     "drop_digests",
@@ -91,6 +93,7 @@ __getattr__, __dir__ = load_lazily(
         "_ray_nodes": "ray_nodes RayNodes",
         "_rollout_conformance": "RolloutConformance",
         "_slurm": "SlurmStandIn",
+        "_torchrun": "TorchrunNodes",
         "_train_conformance": "TrainEngineConformance",
     },
 )

@@ -18,14 +18,17 @@ from grpo_async_app._preflight.settings import check_same_data, find_problems
 from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
+from offbeat_actors import run_on_driver
 from offbeat_core import load_config
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
     CommandWords,
+    Problems,
     RunFolder,
     check_destination,
     check_trackers,
+    doing,
     load_to_train,
     new_run_folder,
     print_conclusion,
@@ -55,6 +58,11 @@ def _train(words: CommandWords, file: str) -> int:
     config, problems = load_to_train(words, file, GrpoConfig, find_problems)
     if "shrink" in words.switches:
         return _rehearse(words, config, f"{Path(file).stem}-shrunk")
+    doing("")  # a process that is not the driver waits without a word
+    return run_on_driver(config, partial(_drive, words, config, file, problems))
+
+
+def _drive(words: CommandWords, config: GrpoConfig, file: str, problems: Problems) -> int:
     preflight = check_run(config, problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
@@ -89,10 +97,16 @@ def _quickstart(words: CommandWords) -> int:
 
 def _resume(words: CommandWords, folder: str) -> int:
     check_destination(words)
-    with RunFolder.open(folder) as run:
+    with RunFolder.open(folder, write=False) as run:
         refuse_foreign_run(run, _PROGRAM)
         config = load_config(run.config, GrpoConfig, words.overrides)
         check_same_data(load_config(run.config, GrpoConfig, ()), config)
+    doing("")  # a process that is not the driver waits without a word
+    return run_on_driver(config, partial(_drive_resumed, words, config, folder))
+
+
+def _drive_resumed(words: CommandWords, config: GrpoConfig, folder: str) -> int:
+    with RunFolder.open(folder) as run:
         check_trackers(config.log)
         preflight = check_run(config)
         session = find_session(preflight, run)

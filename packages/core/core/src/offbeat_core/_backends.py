@@ -25,6 +25,7 @@ INSTALL_LINES: Final = {
     ("offbeat.engine", "torch"): "pip install offbeat-engine-torch",
     ("offbeat.engine", "megatron"): 'pip install "offbeat-engine-megatron[engine]"',
     ("offbeat.launcher", "local"): "pip install offbeat-actors",
+    ("offbeat.launcher", "torchrun"): "pip install offbeat-actors torch",
     ("offbeat.launcher", "ray"): 'pip install "offbeat-actors[ray]"',
 }
 ACCELERATOR_ROLLOUT: Final = "vllm"

@@ -2,7 +2,7 @@
 
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._failures import read_log_tail
-from offbeat_actors._launcher import Launcher
+from offbeat_actors._launcher import Launcher, run_on_driver
 from offbeat_actors._local import LocalLauncher
 from offbeat_actors._processes.machine import check_processes, split_threads
 from offbeat_actors._resources import check_kinds, cluster_request, find_view
@@ -38,6 +38,7 @@ __all__ = [
     "find_view",
     "gather_or_cancel",
     "read_log_tail",
+    "run_on_driver",
     "split_threads",
     "start_again",
     "start_all",

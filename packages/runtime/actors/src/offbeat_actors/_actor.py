@@ -174,7 +174,7 @@ class ActorHandle:
         """
         deadline_s = self._config.call_timeout_s if deadline_s is None else deadline_s
         call_id = next(self._ids)
-        frame = _write_call(call_id, method, args, kwargs)
+        frame = write_call(call_id, method, args, kwargs)
         waiting = f"{self.name}.{method}"
         self._calls[call_id] = (method, time.monotonic(), deadline_s)
         try:
@@ -338,7 +338,8 @@ async def _in_time(answer: "asyncio.Future[Frame]", deadline_s: float | None) ->
     return await answer
 
 
-def _write_call(call_id: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bytes:
+def write_call(call_id: int, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Bytes:
+    """Return the frame of a call."""
     writer = FrameWriter()
     packed_args = [writer.pack(value) for value in args]
     packed_kwargs = {key: writer.pack(value) for key, value in kwargs.items()}

@@ -6,15 +6,15 @@ import os
 import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Final, Self
+from typing import Any, Final, Self
 
 from offbeat_actors._actor import ActorHandle
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec, Wait
 from offbeat_actors._wire import MAIN_THREAD, START_ID, Bytes, FrameWriter, Start
-from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RoleName, RunFolderError
+from offbeat_core import ConfigError, DeadlineError, PeerFailedError, RoleName, RunFolderError, require_backend
 from offbeat_liveness import current_monitor
 from offbeat_placement import Node, Plan, RankGroup
 
@@ -59,6 +59,21 @@ class Launcher(ABC):
             ConfigError: no cluster answers at `address`.
             DeadlineError: it did not in `connect_timeout_s`.
         """
+
+    @classmethod
+    def drive(cls, config: Any, work: Callable[[], int]) -> int:
+        """Work as the driver of a run: see `run_on_driver`. Others than torchrun have no other process yet.
+
+        Raises:
+            ConfigError: torchrun has started several processes, each of which would be a run of its own.
+        """
+        number = os.environ.get("WORLD_SIZE", "1")
+        if "TORCHELASTIC_RUN_ID" in os.environ and number != "1":
+            raise ConfigError(
+                f'torchrun has started {number} processes, and cluster.launcher = "{config.cluster.launcher}" would '
+                "begin a run in each: add --cluster.launcher torchrun, or start the program without torchrun"
+            )
+        return work()
 
     @abstractmethod
     async def place(self, plan: Plan, groups: Sequence[RankGroup], *, deadline_s: float | None = None) -> None:
@@ -169,6 +184,25 @@ class Launcher(ABC):
             raise ConfigError(f"{spec.name}: a target reads 'package.module:Class', got {spec.target!r}")
         if (actor := self._actors.get(spec.role)) and actor.alive:
             raise ConfigError(f"a role named {spec.name!r} is running already: stop it first or choose another name")
+
+
+def run_on_driver(config: Any, work: Callable[[], int]) -> int:
+    """Do the work of a command in the driver's process alone, and return its exit code.
+
+    Where the launcher has processes on several nodes from the beginning (torchrun), every other one serves its node
+    instead, until the driver ends, and returns the driver's exit code.
+
+    Args:
+        config: of the run, with a section `cluster`; the same in all processes.
+        work: of the driver; returns the exit code.
+
+    Raises:
+        ConfigError: the program was started otherwise than the launcher needs.
+        DeadlineError: processes of the job have not found each other in `cluster.start_timeout_s`.
+        OffbeatError: whatever the work raises.
+    """
+    launcher = require_backend("offbeat.launcher", config.cluster.launcher)
+    return int(launcher.drive(config, work))
 
 
 _THREAD_VARIABLES: Final = (

@@ -44,6 +44,8 @@ def describe_process(pid: int) -> str:
     return _WORDS.get(stat.rpartition(")")[2].split()[0], "")
 
 
+LOOPBACK: Final = "127.0.0.1"
+
 _KILL_S: Final = 20.0
 """After SIGKILL: how long a process may take to end. The memory of a large one is given back in seconds."""
 
@@ -55,15 +57,19 @@ class LocalProcess:
         process: the child.
         reaper: of its group, where it has one.
         output: reads what it prints, where its log is bounded.
+        address: of this machine, as the machines of other roles see it.
     """
 
-    address = "127.0.0.1"
     place = ""
 
     def __init__(
-        self, process: asyncio.subprocess.Process, reaper: ReaperPipe | None = None, output: RoleOutput | None = None
+        self,
+        process: asyncio.subprocess.Process,
+        reaper: ReaperPipe | None = None,
+        output: RoleOutput | None = None,
+        address: str = LOOPBACK,
     ) -> None:
-        self._process, self._reaper, self._output = process, reaper, output
+        self._process, self._reaper, self._output, self.address = process, reaper, output, address
         self._killed = asyncio.Event()
 
     @property
@@ -128,7 +134,6 @@ class LocalLauncher(Launcher):
     """
 
     reserves = False
-    address = LocalProcess.address
 
     def __init__(
         self, run_name: str, config: ClusterConfig | None = None, *, on_output: OnOutput | None = None
@@ -139,6 +144,11 @@ class LocalLauncher(Launcher):
         self._places: dict[RoleName, RolePlace] = {}
         self._mark, self._pids = secrets.token_hex(8), set[int]()
         self._reaping: asyncio.Task[None] | None = None
+
+    @property
+    def address(self) -> str:
+        """Loopback: all roles are here."""
+        return LOOPBACK
 
     @classmethod
     def nodes(cls, config: ClusterConfig) -> list[Node]:
@@ -225,7 +235,9 @@ class LocalLauncher(Launcher):
         self._pids.add(process.pid)
         if self._reaping is None:
             self._reaping = asyncio.create_task(reap_orphans())
-        return ActorHandle(spec, LocalProcess(process, reaper, output), Channel(SocketStream(ours)), self._config)
+        return ActorHandle(
+            spec, LocalProcess(process, reaper, output, self.address), Channel(SocketStream(ours)), self._config
+        )
 
     async def _open_output(self, spec: RoleSpec) -> tuple[RoleOutput | None, int | None]:
         """Return the reader of a role's output, where its log is bounded, and what it prints to; None: as here."""
@@ -259,10 +271,16 @@ def _shown_devices(plan: Plan, groups: Sequence[RankGroup]) -> dict[RoleName, di
             role = process_of(rank, by_role[rank.role])
             kinds[role] = by_role[rank.role].accelerator
             held[role].append(rank.device)
-    return {role: _show(kinds[role], devices) for role, devices in held.items()}
+    return {role: show_devices(kinds[role], devices) for role, devices in held.items()}
 
 
-def _show(kind: str, devices: Sequence[int]) -> dict[str, str]:
+def show_devices(kind: str, devices: Sequence[int]) -> dict[str, str]:
+    """Return the variable that shows a process these devices, and no others of the kind.
+
+    Args:
+        kind: as the device seam calls it.
+        devices: ordinals among those that this process sees.
+    """
     variable = load_backend("offbeat.device", kind).visible_variable
     seen = os.environ.get(variable, "")  # what this process is shown of the machine, by whatever names
     names = seen.split(",") if seen else [str(device) for device in range(max(devices) + 1)]

@@ -54,13 +54,19 @@ EXIT_NO_ANSWER: Final = 71
 """An answer could not be given, as for lack of memory: the caller is notified of the end of the process instead."""
 
 
-class _Server:
-    """Holds the role object and answers the calls of the parent; `worker` has one thread."""
+class Server:
+    """Holds the role object and answers the calls of the parent.
 
-    def __init__(self, channel: Channel, worker: Executor) -> None:
+    Args:
+        channel: to the parent.
+        worker: one thread.
+        role: answers the calls; None: the first message says what to construct.
+    """
+
+    def __init__(self, channel: Channel, worker: Executor, role: Any = None) -> None:
         self._channel, self._worker = channel, worker
         self._num_in_worker = 0
-        self._role: Any = None
+        self._role = role
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._closed = asyncio.Event()
 
@@ -71,12 +77,15 @@ class _Server:
         await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
         if reading.done():
             reading.result()
-            _exit_now(EXIT_PARENT_GONE)
+            self._leave_without_parent()
         for task in self._tasks.values():
             task.cancel()
         await self._channel.flush()
         if self._num_in_worker:
             _exit_now(0)  # a normal exit would wait for a method that cannot be interrupted
+
+    def _leave_without_parent(self) -> None:
+        _exit_now(EXIT_PARENT_GONE)
 
     async def _read(self) -> None:
         while (frame := await self._channel.receive()) is not None:
@@ -244,7 +253,7 @@ class _MainThread(Executor):
 
 
 async def _serve(sock: socket.socket, worker: Executor) -> None:
-    server = _Server(Channel(SocketStream(sock)), worker)
+    server = Server(Channel(SocketStream(sock)), worker)
     try:
         await server.run()
     except Exception:  # noqa: BLE001  the boundary of the process: a broken frame; say it in the log and leave

@@ -104,16 +104,25 @@ class RolePlace:
 class ClusterConfig:
     """Section `cluster`: where the actors of a run live, and how long to wait for them."""
 
-    launcher: str = setting("local", "What starts the role processes: local, on this machine without Ray; or ray.")
+    launcher: str = setting(
+        "local",
+        "What starts the role processes: local, on this machine without Ray; ray; or torchrun, on the nodes where "
+        "torchrun (or srun, mpirun) has started this command, without Ray.",
+    )
     address: str = setting(
         "local", "Ray cluster to use, as host:port; local starts one on this machine's loopback, for this run alone."
     )
-    forward_env: list[str] = setting([], "Environment variables of the driver that roles on a Ray cluster get too.")
+    forward_env: list[str] = setting([], "Environment variables of the driver that roles on other machines get too.")
     num_nodes: int = setting(0, "Nodes that the run takes; 0: whatever the cluster has.", "nodes", ge=0)
     accelerators_per_node: int = setting(
         0, "Accelerators that it takes of each of these nodes; 0: whatever they have.", "devices", ge=0
     )
-    start_timeout_s: float = setting(300.0, "Longest wait for a role to import, load a model and be ready.", "s", gt=0)
+    start_timeout_s: float = setting(
+        300.0,
+        "Longest wait for a role to import, load a model and be ready; and for all processes of torchrun to meet.",
+        "s",
+        gt=0,
+    )
     call_timeout_s: float = setting(1800.0, "Longest wait for one call to a role, unless the call says so.", "s", gt=0)
     connect_timeout_s: float = setting(60.0, "Longest wait for a Ray cluster to answer or to start.", "s", gt=0)
     place_timeout_s: float = setting(120.0, "Longest wait for a Ray cluster to have room for all roles.", "s", gt=0)

@@ -2,9 +2,6 @@
 
 import asyncio
 import logging
-import os
-import secrets
-import signal
 import threading
 import time
 import weakref
@@ -14,13 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from offbeat_actors._actor import ActorHandle
-from offbeat_actors._launcher import Launcher, open_log, own_environment
+from offbeat_actors._launcher import Launcher, own_environment
+from offbeat_actors._remote import RemoteProcess, start_remote
 from offbeat_actors._spec import ClusterConfig, RolePlace, RoleSpec
 from offbeat_actors._wire import Channel
-from offbeat_actors.ray._agent import Order, Started, decode, describe_log, encode
 from offbeat_actors.ray._cluster import Connection, check_ray_installed, cluster_nodes
 from offbeat_actors.ray._head import PATIENCE_S, head_loss
-from offbeat_actors.ray._process import AgentLink, RemoteProcess, is_node_alive
+from offbeat_actors.ray._link import RayLink, is_node_alive
 from offbeat_actors.ray._reservation import (
     Reservation,
     find_room,
@@ -37,9 +34,6 @@ T = TypeVar("T")
 
 _log: Final = logging.getLogger(__name__)
 
-_LEASE: Final = 5
-"""Times `silent_after_s` after which a cut-off node ends its roles. More than once: a driver may be suspended."""
-
 _SAVING_S: Final = 28.0
 """Time from the loss of the head until all roles are given up. Polling, this, and Ray's 7 s to let go come to some
 55 s: after 60 s Ray ends this process, too."""
@@ -49,7 +43,7 @@ _SAVING_S: Final = 28.0
 class _RolePlacement:
     """Placement of a role: a node agent, and ordinals among its devices; None for all of them."""
 
-    link: AgentLink
+    link: RayLink
     devices: list[int] | None
 
 
@@ -80,7 +74,7 @@ class RayLauncher(Launcher):
         super().__init__(run_name, config)
         self._connection: asyncio.Future[Connection] | None = None
         self._given_up = threading.Event()
-        self._home: asyncio.Future[AgentLink] | None = None
+        self._home: asyncio.Future[RayLink] | None = None
         self._held: list[Reservation] = []
         self._placements: dict[RoleName, _RolePlacement] = {}
         self._placed_s = 0.0
@@ -191,38 +185,13 @@ class RayLauncher(Launcher):
         await self._connect()
         link = await self._link_of(spec.role)
         placement = self._placements.get(spec.role)
-        order = self._order(spec, placement.devices if placement else None)
-        try:
-            started = decode(await link.actor.start.remote(encode(order)), Started)
-        except link.ray.exceptions.RayError as error:
-            raise PeerFailedError(spec.name, await link.explain_loss(error)) from error
-        except asyncio.CancelledError:
-            link.actor.send_signal.remote(order.key, int(signal.SIGKILL))
-            raise
-        if started.error:
-            raise PeerFailedError(spec.name, f"could not be started on {link.address}: {started.error}")
-        process = RemoteProcess(link, order.key, started.pid, spec.log_path, self._config.silent_after_s)
+        devices = placement.devices if placement else None
+        env = own_environment(spec, self._run_name, self.address)
+        process = await start_remote(link, spec, env, self._config, devices=devices)
         self._processes.add(process)
         return ActorHandle(spec, process, Channel(process), self._config)
 
-    def _order(self, spec: RoleSpec, devices: list[int] | None) -> Order:
-        log = None
-        if spec.log_path is not None:
-            os.close(open_log(spec.log_path, spec.name))
-            log = describe_log(spec.log_path)
-        carried = {name: os.environ[name] for name in self._config.forward_env if name in os.environ}
-        return Order(
-            key=f"{spec.name} {secrets.token_hex(4)}",
-            role=spec.name,
-            env={**carried, **own_environment(spec, self._run_name, self.address)},
-            dropped_settings={variable: list(names) for variable, names in spec.dropped_settings.items()},
-            folder=os.getcwd(),
-            log=log,
-            devices=devices,
-            lease_s=_LEASE * self._config.silent_after_s,
-        )
-
-    async def _link_of(self, role: RoleName) -> AgentLink:
+    async def _link_of(self, role: RoleName) -> RayLink:
         if role in self._placements:
             await self._renew(role)
             return self._placements[role].link
@@ -256,13 +225,13 @@ class RayLauncher(Launcher):
         for role, ordinals in each.block.roles.items():
             self._placements[role] = _RolePlacement(each.link, list(ordinals))
 
-    async def _open_home(self) -> AgentLink:
+    async def _open_home(self) -> RayLink:
         """Start the node agent of all roles that no plan has placed, on the driver's own node."""
         connection = await self._connect()
         affinity = connection.ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy
         strategy = affinity(connection.own_node, soft=False)
         actor = start_agent(connection.ray, f"{self._run_name}/home", strategy)
-        link = AgentLink(connection.ray, actor, connection.own_node, connection.address)
+        link = RayLink(connection.ray, actor, connection.own_node, connection.address)
         try:
             await actor.whereabouts.remote()
         except connection.ray.exceptions.RayError as error:

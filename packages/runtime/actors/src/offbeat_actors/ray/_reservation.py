@@ -8,9 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from offbeat_actors.ray._agent import AgentLocation, NodeAgent, decode
+from offbeat_actors._agent import decode
+from offbeat_actors.ray._agent import AgentLocation, RayNodeAgent
 from offbeat_actors.ray._cluster import Connection
-from offbeat_actors.ray._process import AgentLink, is_node_alive
+from offbeat_actors.ray._link import RayLink, is_node_alive
 from offbeat_core import DeadlineError, PeerFailedError, PlacementError
 from offbeat_placement import Block, Node
 
@@ -36,12 +37,12 @@ class Reservation:
 
     block: Block
     group: Any
-    agent: AgentLink | None = None
+    agent: RayLink | None = None
     devices: tuple[str, ...] = ()
     is_ready: bool = False
 
     @property
-    def link(self) -> AgentLink:
+    def link(self) -> RayLink:
         """Link to the agent."""
         assert self.agent is not None  # `reserve` starts one in each block
         return self.agent
@@ -129,7 +130,7 @@ def release_now(ray: Any, held: Sequence[Reservation]) -> None:
 
 def start_agent(ray: Any, name: str, strategy: Any, **resources: Any) -> Any:
     """Start a node agent; it is ready when it first answers."""
-    actor = ray.remote(NodeAgent).options(
+    actor = ray.remote(RayNodeAgent).options(
         name=f"{name} {secrets.token_hex(4)}",
         scheduling_strategy=strategy,
         max_restarts=0,
@@ -233,7 +234,7 @@ async def _open(ray: Any, each: Reservation, node: str, run_name: str) -> None:
     if block.device_kind == "GPU":  # Ray has an argument of its own for this kind
         resources = {"num_gpus": block.num_devices}
     actor = start_agent(ray, f"{run_name}/{block.name}", strategy, num_cpus=needs_of(block).get("CPU", 0), **resources)
-    each.agent = AgentLink(ray, actor, node, block.node)
+    each.agent = RayLink(ray, actor, node, block.node)
     try:
         where = decode(await actor.whereabouts.remote(), AgentLocation)
     except ray.exceptions.RayError as error:

@@ -4,38 +4,39 @@ import asyncio
 import contextlib
 import logging
 import os
+import secrets
 import signal
-import socket
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
+from offbeat_actors._agent import CHUNK_BYTES, Order, Report, Started, describe_log
 from offbeat_actors._launcher import open_log
-from offbeat_actors.ray._agent import CHUNK_BYTES, Report, decode
-from offbeat_core import RunFolderError
+from offbeat_actors._spec import ClusterConfig, RoleSpec
+from offbeat_core import PeerFailedError, RunFolderError
 
 _log: Final = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 10.0
 """A node agent reports at least so often, even when there is nothing to report."""
-_ASK_S: Final = 5.0
-"""Time for Ray to answer whether a node lives."""
-_AGAIN_S: Final = 0.1
-_REACH_S: Final = 2.0
-"""Time for a node to accept a connection."""
 _LOOK_AGAIN_S: Final = 2.0
 """Time after `silent_after_s` for reading what has come."""
+_LEASE: Final = 5
+"""Times `silent_after_s` after which a cut-off node ends its roles. More than once: a driver may be suspended."""
 _KILL_S: Final = 5.0
 """Time that the node agent has after SIGKILL to report the end, before it is given up itself."""
 
 
-class AgentLink:
-    """One node agent, as the driver has it.
+class AgentLostError(ConnectionError):
+    """A node agent cannot be reached any more; the text says how it was lost."""
+
+
+class AgentLink(ABC):
+    """One node agent, as the driver has it. Its calls raise AgentLostError when it is lost.
 
     Args:
-        ray: the module.
-        actor: its handle.
-        node: Ray's id of its node.
         address: of its node.
 
     Attributes:
@@ -43,54 +44,83 @@ class AgentLink:
         is_silent: it was lost because it did not answer.
     """
 
-    def __init__(self, ray: Any, actor: Any, node: str, address: str) -> None:
-        self.ray, self.actor, self.node, self.address = ray, actor, node, address
+    def __init__(self, address: str) -> None:
+        self.address = address
         self.lost, self.is_silent = "", False
 
+    @abstractmethod
+    async def start_process(self, order: Order) -> Started:
+        """Start a process."""
+
+    @abstractmethod
+    async def send(self, key: str, data: bytes) -> None:
+        """Write to the socket of a process; returns when that is done."""
+
+    @abstractmethod
+    async def receive(self, key: str, patience_s: float) -> Report:
+        """Wait for news of a process."""
+
+    @abstractmethod
+    async def state(self, key: str) -> str:
+        """Return what a process is doing, when that is odd."""
+
+    @abstractmethod
+    def send_signal(self, key: str, number: int) -> None:
+        """Send a signal to the group of a process, without waiting."""
+
+    @abstractmethod
     def kill(self) -> None:
         """End it and all its processes."""
-        with contextlib.suppress(self.ray.exceptions.RayError):
-            self.ray.kill(self.actor)
-
-    async def explain_loss(self, error: BaseException) -> str:
-        """Say in one line how it was lost, and remember that it is."""
-        alive = True
-        with contextlib.suppress(TimeoutError):  # there is no answer where the driver itself is cut off
-            async with asyncio.timeout(_ASK_S):
-                error = await self._final_word(error)
-                alive = await asyncio.to_thread(is_node_alive, self.ray, self.node)
-        text = str(error)
-        if not alive or "node has died" in text or "node was terminated" in text:
-            self.lost = f"its node {self.address} was lost"
-        else:
-            last = [type(error).__name__, *(line.strip() for line in text.splitlines() if line.strip())][-1]
-            self.lost = f"its node agent, a Ray actor on {self.address}, died: {last}"
-        return self.lost
-
-    async def _final_word(self, error: BaseException) -> BaseException:
-        """Ask again while Ray only says that it cannot reach it: it learns later whether the node was lost."""
-        unavailable = self.ray.exceptions.ActorUnavailableError
-        while isinstance(error, unavailable) and await asyncio.to_thread(is_node_alive, self.ray, self.node):
-            await asyncio.sleep(_AGAIN_S)
-            try:
-                await self.actor.whereabouts.remote()
-            except self.ray.exceptions.RayError as later:
-                error = later
-            else:
-                break  # but what it said meanwhile is lost
-        return error
 
 
-def is_node_alive(ray: Any, node_id: str) -> bool:
-    """Return whether a node lives and can be reached. Ray learns of a lost one by heartbeats, a minute later."""
-    found = next((node for node in ray.nodes() if node["NodeID"] == node_id and node["Alive"]), None)
-    if found is None:
-        return False
+async def start_remote(
+    link: AgentLink,
+    spec: RoleSpec,
+    env: Mapping[str, str],
+    config: ClusterConfig,
+    *,
+    devices: Sequence[int] | None,
+    device_kind: str = "",
+) -> "RemoteProcess":
+    """Have a node agent start the process of a role.
+
+    Args:
+        link: to the agent.
+        spec: of the role.
+        env: variables of the role.
+        config: names those that every role gets, and says when a node is silent.
+        devices: see `Order`.
+        device_kind: see `Order`.
+
+    Raises:
+        PeerFailedError: it could not be started there, or the agent is lost.
+    """
+    log = None
+    if spec.log_path is not None:
+        os.close(open_log(spec.log_path, spec.name))
+        log = describe_log(spec.log_path)
+    carried = {name: os.environ[name] for name in config.forward_env if name in os.environ}
+    order = Order(
+        key=f"{spec.name} {secrets.token_hex(4)}",
+        role=spec.name,
+        env={**carried, **env},
+        dropped_settings={variable: list(names) for variable, names in spec.dropped_settings.items()},
+        folder=os.getcwd(),
+        log=log,
+        devices=None if devices is None else list(devices),
+        lease_s=_LEASE * config.silent_after_s,
+        device_kind=device_kind,
+    )
     try:
-        socket.create_connection((found["NodeManagerAddress"], found["NodeManagerPort"]), timeout=_REACH_S).close()
-    except OSError:
-        return False
-    return True
+        started = await link.start_process(order)
+    except AgentLostError as error:
+        raise PeerFailedError(spec.name, str(error)) from error
+    except asyncio.CancelledError:
+        link.send_signal(order.key, int(signal.SIGKILL))
+        raise
+    if started.error:
+        raise PeerFailedError(spec.name, f"could not be started on {link.address}: {started.error}")
+    return RemoteProcess(link, order.key, started.pid, spec.log_path, config.silent_after_s)
 
 
 class RemoteProcess:
@@ -138,7 +168,7 @@ class RemoteProcess:
         """Have the node agent send it. After SIGKILL a node agent that reports no end is ended itself."""
         if not self.alive:
             return
-        self._link.actor.send_signal.remote(self._key, int(number))
+        self._link.send_signal(self._key, int(number))
         if number == signal.SIGKILL:
             lost = f"its node agent on {self.address} did not answer and was ended"
             self._loop.call_later(_KILL_S, self._give_up, lost)
@@ -147,12 +177,12 @@ class RemoteProcess:
         """Return what it is doing, when that is odd."""
         try:
             async with asyncio.timeout(1.0):
-                return str(await self._link.actor.state.remote(self._key))
+                return await self._link.state(self._key)
         except TimeoutError:
             silent_s = time.monotonic() - self._last_message_s
             return f"no message from its node {self.address} for {silent_s:.0f} s: stopped, or cut off?"
-        except self._link.ray.exceptions.RayError as error:
-            return await self._link.explain_loss(error)
+        except AgentLostError as error:
+            return str(error)
 
     async def receive_into(self, buffer: memoryview) -> int:
         """Fill the front of the buffer: see `ByteStream`."""
@@ -166,10 +196,7 @@ class RemoteProcess:
     async def send(self, data: memoryview) -> None:
         """Send it in pieces, each when the one before has been written: see `ByteStream`."""
         for start in range(0, len(data), CHUNK_BYTES):
-            try:
-                await self._link.actor.send.remote(self._key, bytes(data[start : start + CHUNK_BYTES]))
-            except self._link.ray.exceptions.RayError as error:
-                raise ConnectionError(str(error)) from error
+            await self._link.send(self._key, bytes(data[start : start + CHUNK_BYTES]))
 
     def abandon(self, lost: str) -> None:
         """Take its end as given, where no process is left to report it or bring it about."""
@@ -189,8 +216,8 @@ class RemoteProcess:
                     return
                 self._last_message_s = time.monotonic()
                 self._take(report)
-        except self._link.ray.exceptions.RayError as error:
-            self._finish(await self._link.explain_loss(error))
+        except AgentLostError as error:
+            self._finish(str(error))
 
     async def _next_report(self) -> Report | None:
         """Return the node agent's report; None: it was silent for too long, and this process was not suspended.
@@ -210,7 +237,7 @@ class RemoteProcess:
 
     async def _ask(self) -> Report:
         patience_s = min(_PATIENCE_S, self._silent_after_s / 3)
-        return decode(await self._link.actor.receive.remote(self._key, patience_s), Report)
+        return await self._link.receive(self._key, patience_s)
 
     def _take(self, report: Report) -> None:
         if report.log and self._log_path is not None:
