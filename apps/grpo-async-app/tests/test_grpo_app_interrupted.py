@@ -178,7 +178,10 @@ def test_a_second_signal_ends_at_once(forked_main: Main, config: Path, tmp_path:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_the_second_signal_kills_what_the_first_one_waits_for(number: signal.Signals) -> None:
+def test_the_second_signal_kills_what_the_first_one_waits_for(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("offbeat_run._command.signals._REPEAT_S", 0.0)
     steps: list[str] = []
     gone = asyncio.Event()
 

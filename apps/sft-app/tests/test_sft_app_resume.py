@@ -72,7 +72,10 @@ def test_terminated_it_saves_the_update_in_hand_and_says_how_to_resume(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1])
-def test_the_first_signal_waits_and_the_second_does_not(number: signal.Signals) -> None:
+def test_the_first_signal_waits_and_the_second_does_not(
+    monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    monkeypatch.setattr("offbeat_run._command.signals._REPEAT_S", 0.0)
     before = signal.getsignal(number)
     with deferred_interrupts(60.0) as is_asked_to_end:
         assert not is_asked_to_end()

@@ -25,7 +25,7 @@ from offbeat_core import (
     load_backend,
 )
 from offbeat_device import StepTracer, open_device
-from offbeat_run import RunFolder, RunLog, doing, ending_signals, reading
+from offbeat_run import EndRequests, RunFolder, RunLog, doing, ending_signals, reading
 from sft_app._learners import create_learner
 from sft_app._preflight import Preflight, Progress
 from sft_app._ranks import RanksEngine
@@ -45,10 +45,12 @@ def deferred_interrupts(within_s: float) -> Iterator[Callable[[], bool]]:
     Yields:
         Whether the run was asked to end.
     """
-    asked = False
+    asked, is_over, requests = False, False, EndRequests()
     main = threading.main_thread().ident or 0
 
     def cut_off() -> None:
+        nonlocal is_over
+        is_over = True
         os.write(2, _CUT_OFF.format(within_s=within_s).encode())
         signal.pthread_kill(main, signal.SIGINT)  # wakes it also where it waits for the ranks
 
@@ -57,6 +59,8 @@ def deferred_interrupts(within_s: float) -> Iterator[Callable[[], bool]]:
 
     def ask(number: int, frame: FrameType | None) -> None:
         nonlocal asked
+        if not is_over and requests.is_repeated(number):
+            return
         if asked or not within_s:
             timer.cancel()
             raise KeyboardInterrupt

@@ -16,6 +16,7 @@ from offbeat_run import (
     ERROR_FILE_VARIABLE,
     Command,
     CommandWords,
+    EndRequests,
     Problems,
     count_text,
     load_error,
@@ -102,6 +103,27 @@ def test_every_signal_that_asks_to_end_leaves_with_130_and_the_line_that_resumes
     done = run(f"{body}    os.kill(os.getpid(), {int(number)})\n    import time; time.sleep(30)")
     assert done.returncode == 130
     assert done.stderr.strip() == f"interrupted; resume with: app resume {tmp_path}/run"
+
+
+@pytest.mark.parametrize(
+    ("first", "again", "is_repeated"),
+    [
+        (signal.SIGTERM, signal.SIGTERM, True),
+        (signal.SIGUSR1, signal.SIGTERM, True),
+        (signal.SIGTERM, signal.SIGINT, True),
+        (signal.SIGINT, signal.SIGTERM, True),
+        (signal.SIGINT, signal.SIGINT, False),
+    ],
+)
+def test_a_signal_that_comes_twice_at_once_is_one_request(monkeypatch, first, again, is_repeated):
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    requests = EndRequests()
+    assert not requests.is_repeated(first)
+    now_s += 4.9
+    assert requests.is_repeated(again) == is_repeated
+    now_s += 0.1
+    assert not requests.is_repeated(again)
 
 
 def test_a_command_under_nohup_keeps_running_when_its_terminal_closes():

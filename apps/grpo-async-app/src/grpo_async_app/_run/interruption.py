@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from offbeat_actors import Notify
-from offbeat_run import ending_signals
+from offbeat_run import EndRequests, ending_signals
 
 T = TypeVar("T")
 
@@ -71,7 +71,7 @@ def run_interruptible(
     puts away then should take seconds. The second signal calls `kill`, to leave the work nothing to wait for; a third
     ends this process at once.
     """
-    signals_seen = 0
+    signals_seen, requests = 0, EndRequests()
     interruption = interruption or Interruption()
 
     async def run() -> T:
@@ -79,6 +79,8 @@ def run_interruptible(
 
         def take_signal(number: signal.Signals) -> None:
             nonlocal signals_seen
+            if requests.is_repeated(number):
+                return
             signals_seen += 1
             if signals_seen == 1 and interruption.ask(number.name, task.cancel):
                 return

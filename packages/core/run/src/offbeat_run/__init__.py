@@ -18,7 +18,7 @@ from offbeat_run._command.examine import ExaminedModel, inspect_model
 from offbeat_run._command.hub import HubModels, fetch_models, find_model_problems, has_hub_model
 from offbeat_run._command.init import Question, ask, write_first_config
 from offbeat_run._command.save import save_command, save_running
-from offbeat_run._command.signals import ending_signals
+from offbeat_run._command.signals import EndRequests, ending_signals
 from offbeat_run._conclusion import print_conclusion
 from offbeat_run._config.problems import Problems
 from offbeat_run._config.sections import VALIDATED_EVERY, CheckpointConfig, LivenessConfig, LogConfig, ProfileConfig
@@ -73,6 +73,7 @@ __all__ = [
     "Checkpoints",
     "Command",
     "CommandWords",
+    "EndRequests",
     "Estimate",
     "EvalFolder",
     "ExaminedModel",
