@@ -9,7 +9,7 @@ import pytest
 
 from offbeat_core import ConfigError
 from offbeat_recipes._batch import slurm
-from offbeat_recipes._batch.job import BatchJob
+from offbeat_recipes._batch.job import BatchJob, write_job
 from offbeat_run import CommandWords
 from offbeat_testing import SlurmStandIn
 
@@ -93,8 +93,14 @@ def test_a_job_asks_for_the_nodes_and_devices_of_the_plan_and_a_signal_before_it
 def test_set_replaces_adds_and_removes_what_is_asked_for(folder: Path) -> None:
     held = directives(job_of(folder), set="exclusive= mem=200G qos=high no-kill")
     assert {"mem=200G", "qos=high", "no-kill"} <= {*held}
-    assert "exclusive" not in held
-    assert "mem=0" not in held
+    assert not [line for line in held if line.startswith("exclusive") or line == "mem=0"]
+
+
+def test_a_setting_of_several_lines_is_refused_and_no_file_is_written(folder: Path) -> None:
+    job, words = job_of(folder, settings=("--run.note=a\nb",)), CommandWords(options={"out": str(folder / "my.sbatch")})
+    with pytest.raises(ConfigError, match=r"control characters: got .*put the setting into the file"):
+        write_job(words, job, "text", ".sbatch", "sbatch {}")
+    assert not (folder / "my.sbatch").exists()
 
 
 @pytest.mark.parametrize(
