@@ -223,3 +223,5 @@ def test_ranks_hold_their_share_of_what_is_shared_out():
     held = [TrainLayout(dp=3, tp=2, zero_stage=stage).held_bytes(120) for stage in range(4)]
     assert held == [60 * 16, 60 * 8 + 20 * 8, 60 * 4 + 20 * 12, 20 * 16]
     assert TrainLayout(dp=3, tp=2, zero_stage=2).held_bytes(120, trains_all=False) == 60 * 4
+    frozen = TrainLayout(dp=3, tp=2, zero_stage=3, frozen_weight_bytes=2)
+    assert (frozen.held_bytes(120, trains_all=False), frozen.held_bytes(120)) == (20 * 2, 20 * 16)

@@ -239,11 +239,25 @@ def test_adapters_are_what_is_trained_and_are_shared_out_as_weights_are(tmp_path
     weights = 4 * shape.num_layers * sum(map(sum, ends))
     alone = TrainMemory(lora_rank=4).estimate(shape).parts
     assert (alone["gradients"], alone["optimizer"]) == (4 * weights, 8 * weights)
-    assert alone["weights"] == 4 * shape.num_parameters
+    assert alone["weights"] == 4 * (shape.num_parameters + weights)
     shared = TrainMemory(lora_rank=4, data_parallel=4).estimate(shape).parts
     assert (shared["gradients"], shared["optimizer"]) == (weights, 2 * weights)
     moments = TrainMemory(lora_rank=4, data_parallel=4, zero_stage=1).estimate(shape).parts
     assert (moments["gradients"], moments["optimizer"]) == (4 * weights, 2 * weights)
+
+
+def test_weights_under_adapters_are_counted_as_they_are_held(tmp_path):
+    """Embedding and head in a format of their own; without adapters the layout's narrower format says nothing."""
+    shape = shape_of("qwen3", tmp_path)
+    layout = TrainLayout(dp=2, zero_stage=3, frozen_weight_bytes=2, vocabulary_bytes=3)
+    adapted, whole = (
+        train_memory(TrainEngineSettings(lora_rank=rank), layout, shape, on_cpu=True).estimate(shape).parts
+        for rank in (4, 0)
+    )
+    matrices = 2 * shape.vocabulary * shape.hidden
+    wide_bytes = TrainMemory(lora_rank=4, data_parallel=2).estimate(shape).parts["weights"]
+    assert wide_bytes - adapted["weights"] == (2 * (shape.num_parameters - matrices) + 1 * matrices) // 2
+    assert whole["weights"] == 4 * shape.num_parameters // 2
 
 
 def test_gradients_that_are_kept_whole_are_those_of_all_weights_that_train(tmp_path):
@@ -336,6 +350,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
     found = train_memory(engine, layout, shape, on_cpu=on_cpu, keeps_reference=True)
     assert found == TrainMemory(
         weight_bytes=2,
+        adapter_bytes=2,
         gradient_bytes=3,
         optimizer_bytes=12,
         whole_gradient_bytes=5,

@@ -312,6 +312,4 @@ def _colocation_notice(preflight: Preflight) -> list[str]:
 def _weights_text(preflight: Preflight) -> str:
     """Return what can be said of a family whose formulas are not known."""
     held = preflight.layout.held_bytes(preflight.model.num_parameters, trains_all=False)
-    return (
-        f"no estimate for {preflight.model.family} but its weights: {size_text(held)} in float32 on each trainer rank"
-    )
+    return f"no estimate for {preflight.model.family} but its weights: {size_text(held)} on each trainer rank"

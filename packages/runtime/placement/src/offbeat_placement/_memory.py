@@ -38,6 +38,8 @@ class TrainMemory:
 
     Args:
         weight_bytes: of one weight.
+        held_vocabulary_bytes: of one weight of embedding and head, where they are held in another format.
+        adapter_bytes: of one weight of an adapter.
         gradient_bytes: of one gradient.
         optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy.
         compute_bytes: of one number in the activations.
@@ -58,6 +60,8 @@ class TrainMemory:
     """
 
     weight_bytes: int = 4
+    held_vocabulary_bytes: int = 0
+    adapter_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     whole_gradient_bytes: int = 0
@@ -78,13 +82,14 @@ class TrainMemory:
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank."""
         gathers = self.zero_stage == 3 and self.data_parallel > 1
-        weights = self._held(shape, 3)
+        weights = self._weights(shape)
+        adapters = self._trained(shape, 3) * self.adapter_bytes if self.lora_rank else 0
         parts = {
-            "weights": weights * self.weight_bytes,
+            "weights": weights + adapters,
             "gradients": self._trained(shape, 2) * self.gradient_bytes,
             "whole gradients": self._trained(shape, 0) * self.whole_gradient_bytes,
             "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
-            "reference": weights * self.weight_bytes if self.keeps_reference else 0,
+            "reference": weights if self.keeps_reference else 0,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
             "activations": self._activations(shape),
             "logits": self._logits(shape),
@@ -104,6 +109,15 @@ class TrainMemory:
         if not shape.is_tied:
             of_vocabulary += self.vocabulary_bytes + (self.vocabulary_bytes if trains else 0)
         return block + shape.vocabulary * shape.hidden * of_vocabulary
+
+    def _weights(self, shape: ModelShape) -> float:
+        """Bytes of one rank's weights, without adapters."""
+        num_bytes = self._held(shape, 3) * self.weight_bytes
+        if self.held_vocabulary_bytes:
+            share = self.tensor_parallel * self.pipeline_parallel * self._share(3, self.data_parallel)
+            vocabulary = shape.vocabulary * shape.hidden * (1 if shape.is_tied else 2)
+            num_bytes += vocabulary * (self.held_vocabulary_bytes - self.weight_bytes) / share
+        return num_bytes
 
     def _held(self, shape: ModelShape, stage: int) -> float:
         """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on; 0: by none."""
@@ -253,8 +267,11 @@ def train_memory(
         keeps_reference: a frozen copy of the first policy is held too, where all weights are trained.
     """
     head_bytes = _HEAD_BYTES_ON_CPU if on_cpu else _HEAD_BYTES
+    frozen_bytes = layout.frozen_weight_bytes if engine.lora_rank else 0
     return TrainMemory(
-        weight_bytes=layout.weight_bytes,
+        weight_bytes=frozen_bytes or layout.weight_bytes,
+        held_vocabulary_bytes=layout.vocabulary_bytes if frozen_bytes else 0,
+        adapter_bytes=layout.weight_bytes,
         gradient_bytes=layout.gradient_bytes,
         optimizer_bytes=layout.optimizer_bytes,
         whole_gradient_bytes=layout.whole_gradient_bytes,

@@ -146,6 +146,8 @@ class TrainLayout:
         zero_stage: what data and context parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients
             too, 3 weights too. Source: arXiv:1910.02054, figure 1.
         weight_bytes: of one weight that the model computes with.
+        frozen_weight_bytes: of one that adapters leave as it is, where it is held in a narrower format; embedding and
+            head are then held in `vocabulary_bytes`. 0: as any other.
         gradient_bytes: of one gradient that is kept until the step.
         optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
@@ -164,6 +166,7 @@ class TrainLayout:
     ep: int = 1
     zero_stage: int = 0
     weight_bytes: int = 4
+    frozen_weight_bytes: int = 0
     gradient_bytes: int = 4
     optimizer_bytes: int = 8
     whole_gradient_bytes: int = 0
@@ -180,7 +183,7 @@ class TrainLayout:
     def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
         """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train."""
         whole = num_parameters // (self.tp * self.pp)
-        parts = [(3, self.weight_bytes)]
+        parts = [(3, self.weight_bytes if trains_all else self.frozen_weight_bytes or self.weight_bytes)]
         if trains_all:
             parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
         return sum(whole * size // (self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
