@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from offbeat_core import ModelError
 from offbeat_training import (
@@ -97,7 +98,49 @@ def test_a_checkpoint_with_adapters_and_an_engine_without_are_refused_both_ways(
         check_adapter_folder(tmp_path, wanted=False)
 
 
-def test_a_layer_keeps_its_format_and_its_mode():
-    layer = LoraLinear(nn.Linear(4, 4).to(torch.bfloat16).eval(), 2, 4.0)
-    assert layer.lora_A.weight.dtype == layer.lora_B.weight.dtype == torch.bfloat16
-    assert not layer.training
+def test_an_adapter_is_in_float32_at_least_and_in_the_mode_of_its_layer():
+    for dtype, wanted in {torch.bfloat16: torch.float32, torch.float64: torch.float64}.items():
+        layer = LoraLinear(nn.Linear(4, 4).to(dtype).eval(), 2, 4.0)
+        assert layer.lora_base.weight.dtype == dtype
+        assert layer.lora_A.weight.dtype == layer.lora_B.weight.dtype == wanted
+        assert not layer.training
+
+
+class Copies(TorchDispatchMode):
+    """Notes in what formats a tensor is copied."""
+
+    def __init__(self, watched):
+        super().__init__()
+        self.watched, self.formats = watched.data_ptr(), []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and args[0].data_ptr() == self.watched:
+            self.formats.append(kwargs["dtype"])
+        return func(*args, **kwargs)
+
+
+@pytest.mark.parametrize("autocast", [True, False])
+def test_a_frozen_layer_of_bfloat16_multiplies_in_it_without_a_copy(autocast):
+    """The update is computed in the format of autocast, or in float32, in which then the sum is."""
+    torch.manual_seed(0)
+    layer, x = LoraLinear(nn.Linear(6, 5).bfloat16(), 2, 4.0), torch.randn(7, 6, requires_grad=True)
+    for side in (layer.lora_A, layer.lora_B):
+        nn.init.normal_(side.weight)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast), Copies(layer.lora_base.weight) as copies:
+        found = layer(x)
+        with without_lora([layer]):
+            base = layer(x)
+        found.sum().backward()
+    assert copies.formats == []
+    assert found.dtype == base.dtype == (torch.bfloat16 if autocast else torch.float32)
+    assert torch.equal(base.bfloat16(), layer.lora_base(x.bfloat16()))
+    low, up, scale = layer.lora_A.weight, layer.lora_B.weight, 4.0 / 2
+    exact = layer.lora_base(x.bfloat16()).double() + scale * (x.double() @ low.T.double() @ up.T.double())
+    added = scale * (x.abs() @ low.T.abs() @ up.T.abs()) + layer.lora_base(x.bfloat16()).abs()
+    # Without autocast the update alone is added in float32; with it each of factors, products and sum is rounded.
+    bound = (8 * torch.finfo(torch.bfloat16).eps if autocast else 8 * torch.finfo(torch.float32).eps) * added
+    assert bool(((found - exact).abs() <= bound).all())
+    for side in (layer.lora_A, layer.lora_B):
+        assert side.weight.grad.dtype == torch.float32
+    assert layer.lora_base.weight.grad is None

@@ -30,6 +30,8 @@ PEFT_PREFIX = "base_model.model."
 class LoraLinear(nn.Module):
     """A frozen linear layer plus a trained low-rank update; the update starts at zero.
 
+    The update's weights are those of an optimizer: float32 at least, whatever the format of the layer's.
+
     Args:
         base: the layer; its parameters stop requiring gradients.
         rank: of the update.
@@ -41,19 +43,24 @@ class LoraLinear(nn.Module):
         self.lora_base = base.requires_grad_(requires_grad=False)
         self.rank, self.scale = rank, alpha / rank
         self.active = True
-        like = {"bias": False, "dtype": base.weight.dtype, "device": base.weight.device}
+        dtype = torch.promote_types(base.weight.dtype, torch.float32)
+        like = {"bias": False, "dtype": dtype, "device": base.weight.device}
         empty: Any = skip_init  # `initial_adapters` gives the values
         self.lora_A: nn.Linear = empty(nn.Linear, base.in_features, rank, **like)
         self.lora_B: nn.Linear = empty(nn.Linear, rank, base.out_features, **like)
         self.train(base.training)
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in] to [..., out]."""
-        out: Tensor = self.lora_base(x)
-        if not self.active:
-            return out
-        low: Tensor = self.lora_B(self.lora_A(x))
-        return out + low * self.scale
+        """[..., in] to [..., out]; in the format of autocast, or of x where that is off.
+
+        Each product is in the format of autocast, or of its own weights: no copy of the frozen ones is made.
+        """
+        casts = not torch.is_autocast_enabled(x.device.type)
+        out: Tensor = self.lora_base(x.to(self.lora_base.weight.dtype) if casts else x)
+        if self.active:
+            low: Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype) if casts else x))
+            out = out + low * self.scale
+        return out.to(x.dtype) if casts else out
 
 
 def add_lora(backbone: nn.Module, *, rank: int, alpha: float) -> None:
