@@ -47,7 +47,7 @@ def iterate_weights(
 
     Every rank iterates to the end: each step gathers one tensor from all. What is gathered is rounded to `dtype` first,
     unless it stays in float32; None: float32. A sum of rounded parts is not the rounded sum, so layers to `merge` with
-    their adapters are gathered in float32. Without `merge` adapters are left out.
+    their adapters are gathered as they are held, and added up in float32. Without `merge` adapters are left out.
     """
     by_name = {piece.name: piece for piece in pieces}
     layers = lora_layers(model.whole) if merge else {}
@@ -59,8 +59,8 @@ def iterate_weights(
         if name in scales:
             layer = name.removesuffix(".weight")
             low_A, low_B = (ranks.gather(by_name[layer + side]) for side in ADAPTER_SIDES)
-            tensor = torch.addmm(tensor, low_B, low_A, alpha=scales[name])
-        yield name, tensor
+            tensor = torch.addmm(tensor.float(), low_B, low_A, alpha=scales[name])
+        yield name, tensor if dtype else tensor.to(_exported(tensor.dtype))
 
 
 def iterate_adapter(
@@ -75,10 +75,15 @@ def iterate_adapter(
 def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
     """Names, shapes and formats of what `iterate_weights` gives."""
     return [
-        TensorSpec(piece.name, str(piece.local.dtype).removeprefix("torch."), piece.shape)
+        TensorSpec(piece.name, str(_exported(piece.local.dtype)).removeprefix("torch."), piece.shape)
         for piece in pieces
         if not piece.is_adapter
     ]
+
+
+def _exported(dtype: torch.dtype) -> torch.dtype:
+    """Format in which a tensor is exported: a frozen base of bfloat16 in float32, as all weights are."""
+    return torch.float32 if dtype == torch.bfloat16 else dtype
 
 
 def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) -> None:
@@ -97,10 +102,10 @@ def export_weights(policy: Policy, ranks: Ranks, folder: Path, tokenizer: Path) 
     if getattr(whole, "_weight_conversions", None) and ranks.size == 1:
         whole.save_pretrained(folder, state_dict={name: tensor.contiguous() for name, tensor in weights})
     else:
-        _write_config(whole, folder)
         files = plan_files("model", [[spec] for spec in weight_specs(policy.pieces)], num_ranks=1)
         write_files(folder, files, weights)
         write_model_index(folder, files)
+    _write_config(whole, folder)
     copy_tokenizer(tokenizer, folder)
     sync_tree(folder)
 
@@ -192,8 +197,8 @@ def _read_moments(state: TrainerState, piece: Piece) -> dict[str, Tensor]:
 
 
 def _write_config(whole: Any, folder: Path) -> None:
-    """Write config.json and generation_config.json as `save_pretrained` does."""
-    whole.config.dtype = str(whole.dtype).removeprefix("torch.")
+    """Write config.json and generation_config.json as `save_pretrained` does of a model in float32."""
+    whole.config.dtype = "float32"  # of the files, whatever a frozen base is held in
     whole.config.architectures = [type(whole).__name__]
     whole.config.save_pretrained(folder)
     if whole.can_generate():

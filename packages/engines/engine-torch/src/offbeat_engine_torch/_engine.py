@@ -32,7 +32,7 @@ from offbeat_engine_torch._checkpoint import (
     load_state,
     save_state,
 )
-from offbeat_engine_torch._layout import TorchEngineOptions, arrange, plan_layout
+from offbeat_engine_torch._layout import TorchEngineOptions, arrange, layout_of, plan_layout
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathered, partial_gradients
 from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
@@ -59,7 +59,7 @@ class TorchTrainEngine(StepCounts):
     """A causal language model and its optimizer: implements `offbeat_core.TrainEngine`, on one rank or many.
 
     Weights, gradients and moments are float32; with dtype bfloat16 the matrix products of the blocks run in bfloat16
-    under autocast. Make one with `create`.
+    under autocast, and weights that adapters leave frozen are held in it. Make one with `create`.
 
     On a mesh every rank calls every method, in the same order and with the same arguments: the sequences of the whole
     update. The engine takes its share, and each rank returns what one process would.
@@ -228,7 +228,7 @@ class TorchTrainEngine(StepCounts):
 
         Args:
             dtype: what ranks round their parts to before these are gathered; None: float32. Layers whose adapters are
-                merged and `float32_weights` are gathered in float32 all the same, and what is not gathered stays in it.
+                merged and `float32_weights` come in float32 all the same, and what is not gathered as it is held.
             part: see `TrainEngine.weights`.
         """
         self._offloader.require("weights", MemoryOffloader.WEIGHTS)
@@ -331,7 +331,7 @@ class TorchTrainEngine(StepCounts):
         """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
         if self._reduce_once is None:
             axes = self._mesh.axes if self._mesh else {"dp": 1, "tp": 1}
-            layout = TrainLayout(dp=axes["dp"], tp=axes["tp"], zero_stage=3)
+            layout = layout_of(self.config, self._options, self._device, dp=axes["dp"], tp=axes["tp"])
             self._reduce_once = choose_reduce_once(
                 self._options.reduce_once,
                 self.config,

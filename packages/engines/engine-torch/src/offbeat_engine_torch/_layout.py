@@ -30,6 +30,13 @@ class TorchEngineOptions:
         "such products bfloat16 rounds them, by 0.01 to 0.1 nats. auto: bfloat16 where dtype is, and nothing rounds.",
         choices=("auto", "float32", "bfloat16"),
     )
+    lora_base_dtype: str = setting(
+        "auto",
+        "Number format in which frozen matrices under LoRA adapters are held: bfloat16 takes half the memory of "
+        "float32, and needs dtype bfloat16. auto: as dtype. Adapters are float32 whatever it is, and so are embedding "
+        "and head where the head's factors are.",
+        choices=("auto", "float32", "bfloat16"),
+    )
     compile_layers: str = setting(
         "auto",
         "Compile the decoder layers with torch.compile: auto does on a device for which it can, where the layers "
@@ -65,6 +72,26 @@ def gathers_vocabulary_in_bfloat16(config: TrainEngineConfig, options: TorchEngi
     return is_coarse and config.dtype == "bfloat16" and config.head == "tokens"
 
 
+def holds_base_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) -> bool:
+    """Return whether frozen weights under adapters are held in bfloat16.
+
+    Raises:
+        ConfigError: they should be, and there are no adapters, or the layers compute in float32.
+    """
+    wanted = options.lora_base_dtype
+    if wanted == "bfloat16" and not config.lora_rank:
+        raise ConfigError(
+            'option lora_base_dtype = "bfloat16" needs frozen weights, and with lora_rank = 0 all are trained, in '
+            'float32: set lora_rank, or leave the option "auto"'
+        )
+    if wanted == "bfloat16" and config.dtype != "bfloat16":
+        raise ConfigError(
+            f'option lora_base_dtype = "bfloat16" needs dtype = "bfloat16", got "{config.dtype}": layers multiply in '
+            'the format of their weights; set dtype = "bfloat16", or leave the option "auto"'
+        )
+    return bool(config.lora_rank) and config.dtype == "bfloat16" and wanted != "float32"
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
@@ -72,14 +99,9 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     device = open_device(config.device)
     width = options.tensor_parallel
     dp = num_data_parallel(num_ranks, options)
-    whole_gradient_bytes = GRADIENT_BYTES if options.reduce_once == "on" and dp > 1 else 0
-    layout = TrainLayout(
-        dp=dp,
-        tp=width,
-        zero_stage=3,
-        whole_gradient_bytes=whole_gradient_bytes,
-        vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
-    )
+    layout = layout_of(config, options, device, dp=dp, tp=width)
+    if options.reduce_once == "on" and dp > 1:
+        layout = replace(layout, whole_gradient_bytes=GRADIENT_BYTES)
     hf_config = read_config(
         config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )
@@ -88,6 +110,23 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     if limit := rotary_limit(hf_config):
         layout = replace(layout, max_sequence_tokens=limit.num_tokens, max_sequence_reason=limit.reason)
     return layout
+
+
+def layout_of(
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, *, dp: int, tp: int
+) -> TrainLayout:
+    """Return how so many ranks hold a model while they add up gradients with each micro-batch.
+
+    Raises:
+        ConfigError: as `holds_base_in_bfloat16`.
+    """
+    return TrainLayout(
+        dp=dp,
+        tp=tp,
+        zero_stage=3,
+        frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
+        vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
+    )
 
 
 def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:

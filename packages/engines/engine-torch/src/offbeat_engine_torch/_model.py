@@ -1,8 +1,9 @@
 """Loads a Hugging Face causal language model, and refuses what the engine could not train faithfully."""
 
 import json
+import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -226,16 +227,26 @@ def plain_name(name: str) -> str:
 
 
 def load_model(
-    path: str, *, device: torch.device, trust_remote_code: bool = False, scores: bool = False
+    path: str,
+    *,
+    device: torch.device,
+    trust_remote_code: bool = False,
+    scores: bool = False,
+    in_bfloat16: Collection[str] = (),
 ) -> CausalModel:
     """Load a model folder in float32, with packed attention, onto a device; ModelError as `read_config`.
 
-    With `scores` it has a classification head with one output; one that is not in the folder is left open.
+    With `scores` it has a classification head with one output; one that is not in the folder is left open. Parameters
+    named `in_bfloat16` are read from the files in that format, one after the other.
     """
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
+    kind, family = _kind(config, scores), None
+    if in_bfloat16:
+        family = type(outline_model(path, trust_remote_code=trust_remote_code, scores=scores).whole)
+        kind = _loading_in_bfloat16(family, in_bfloat16)
     with _readable(folder), _quietly(warns=not scores):
-        loaded: Any = _kind(config, scores).from_pretrained(
+        loaded: Any = kind.from_pretrained(
             folder,
             config=config,
             dtype=torch.float32,
@@ -246,6 +257,11 @@ def load_model(
             output_loading_info=True,
         )
     whole, info = loaded
+    if family is not None:
+        whole.__class__ = family
+        rounded = {name for name, parameter in whole.named_parameters() if parameter.dtype == torch.bfloat16}
+        unlike = rounded ^ {name for name, _ in whole.named_parameters() if name in in_bfloat16}
+        assert not unlike, f"transformers has loaded {len(unlike)} tensors in another format, first {min(unlike)}"
     missing = sorted(set(info["missing_keys"]) - ({SCORE_WEIGHT} if scores else set()))
     if missing:
         raise ModelError(
@@ -254,6 +270,20 @@ def load_model(
     whole.to(device).eval()  # and so it stays: the policy that is trained must be the policy that was sampled
     whole.tie_weights()  # torch keeps ties on the way to some kinds of device only: not to one of a plugin's
     return _take_apart(whole, folder, scores=scores)
+
+
+def _loading_in_bfloat16(family: Any, names: Collection[str]) -> Any:
+    """Return a family's class that loads its parameters of these names in bfloat16, the others as it is asked to.
+
+    Its name and module are the family's, by which transformers finds what else belongs to it.
+    """
+    # A few patterns instead of every layer's names: transformers tries each on every name in the files.
+    patterns = sorted({"^" + re.sub(r"\d+", "[0-9]+", name) + "$" for name in names})
+
+    def plan(self: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+        return {**super(family, self)._get_dtype_plan(dtype), **dict.fromkeys(patterns, torch.bfloat16)}
+
+    return type(family.__name__, (family,), {"_get_dtype_plan": plan, "__module__": family.__module__})
 
 
 def outline_model(path: str, *, trust_remote_code: bool = False, scores: bool = False) -> CausalModel:

@@ -19,10 +19,12 @@ from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
+from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     gathers_vocabulary_in_bfloat16,
     head_multiplies_in_bfloat16,
+    holds_base_in_bfloat16,
 )
 from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._model import (
@@ -154,7 +156,7 @@ def make_policy(
     """Load the model of `config`, or this rank's part of it, with new adapters where `lora_rank` asks for them."""
     with ranks.together("load model"):
         if mesh is None:
-            model, pieces = _load_whole(config, options, device.torch_device)
+            model, pieces = _load_whole(config, options, device)
         else:
             model, pieces = _load_parts(config, options, device, mesh, ranks)
         device.adapt(model.whole)
@@ -162,8 +164,9 @@ def make_policy(
         compiled = choose_compiled(model, config, options, device, kernel, mesh.axes["tp"] if mesh else 1)
         if config.activation_checkpointing:
             recompute_layers(model.whole)
-        gathered_in = FORMATS[config.dtype] if mesh is not None and mesh.axes["dp"] > 1 else None
-        limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=gathered_in).run()
+        is_rounded = (mesh is not None and mesh.axes["dp"] > 1) or holds_base_in_bfloat16(config, options)
+        read_in = FORMATS[config.dtype] if is_rounded else None
+        limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
         if compiled:
             check = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=FORMATS[config.dtype])
             compiled.start(check, ranks, required=options.compile_layers == "on")
@@ -180,11 +183,19 @@ def attention_kernel(device: Device) -> str:
 
 
 def _load_whole(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: torch.device
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device
 ) -> tuple[CausalModel, list[Piece]]:
+    rounded: set[str] = set()
+    if holds_base_in_bfloat16(config, options):
+        rounded = _rounded_names(_outline(config), config, options, device)
     model = load_model(
-        config.model_path, device=device, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
+        config.model_path,
+        device=device.torch_device,
+        trust_remote_code=config.trust_remote_code,
+        scores=config.head == "score",
+        in_bfloat16=rounded,
     )
+    hold_in_bfloat16(model, rounded)
     _choose_trained(model, config, options)
     pieces = find_pieces(model)
     _copy(_new_weights(model, config), pieces)
@@ -195,7 +206,9 @@ def _load_parts(
     config: TrainEngineConfig, options: TorchEngineOptions, device: Device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
-    model = outline_model(config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score")
+    model = _outline(config)
+    if holds_base_in_bfloat16(config, options):
+        hold_in_bfloat16(model, _rounded_names(model, config, options, device))
     _choose_trained(model, config, options)
     shard_model(
         model,
@@ -211,6 +224,23 @@ def _load_parts(
     _copy(new, pieces)
     read_weights(folder, [piece for piece in pieces if piece.name not in new], config, ranks)
     return model, pieces
+
+
+def _outline(config: TrainEngineConfig) -> CausalModel:
+    return outline_model(config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score")
+
+
+def _rounded_names(
+    outline: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions, device: Device
+) -> set[str]:
+    """Return the names of the parameters that a frozen base holds in bfloat16; ModelError where there are none."""
+    names = base_in_bfloat16(outline, rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device))
+    if not names and options.lora_base_dtype == "bfloat16":
+        raise ModelError(
+            f"{config.model_path}: {type(outline.whole).__name__} names no decoder layers, which lora_base_dtype = "
+            '"bfloat16" needs; leave the option "auto"'
+        )
+    return names
 
 
 def _new_weights(model: CausalModel, config: TrainEngineConfig) -> dict[str, Tensor]:
@@ -258,6 +288,7 @@ def _convert(folder: Path, wanted: Mapping[str, Piece], config: TrainEngineConfi
             device=torch.device("cpu"),
             trust_remote_code=config.trust_remote_code,
             scores=config.head == "score",
+            in_bfloat16={name for name, piece in wanted.items() if piece.local.dtype == torch.bfloat16},
         )
     except ModelError as error:
         return {}, str(error)

@@ -185,7 +185,7 @@ def shard_model(
         _cut_layers(model, tp)
         _cut_vocabulary(model, tp)
     within_layers = {id(module) for layer in layers for module in layer.modules()}
-    kept = _kept_in_float32(model) if autocast else set()
+    kept = kept_in_float32(model) if autocast else set()
     for layer in layers:
         layer.to_empty(device=device)
         for module in kept.intersection(layer.modules()):
@@ -221,7 +221,7 @@ def _is_sharded(module: nn.Module) -> bool:
     return isinstance(module, FSDPModule)
 
 
-def _kept_in_float32(model: CausalModel) -> set[nn.Module]:
+def kept_in_float32(model: CausalModel) -> set[nn.Module]:
     """Modules with parameters that stay in float32, such as the routers of Ernie 4.5."""
     stays = stays_in_float32(model.whole)
     return {

@@ -1,0 +1,45 @@
+"""The frozen base under LoRA adapters, held in bfloat16: it gets no updates, which are what float32 weights are for.
+
+It is held in the format in which its layers compute, so that a product reads a weight as it is; autocast would convert
+a frozen float32 weight anew in every micro-batch. Float32 stay vectors, with which norms compute, embedding and head
+where the head multiplies in float32, what the family keeps in it, and what no layer holds, such as the last norm.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+
+from offbeat_engine_torch._model import CausalModel, plain_name
+from offbeat_engine_torch._parallel.sharding import find_layers, kept_in_float32
+
+
+def base_in_bfloat16(model: CausalModel, *, rounds_vocabulary: bool) -> set[str]:
+    """Return the names of the parameters that a base in bfloat16 holds in it: matrices that ranks would gather in it.
+
+    Args:
+        model: outlined or loaded, before it has adapters.
+        rounds_vocabulary: embedding and head are among them, unless the family keeps one in float32.
+    """
+    kept = kept_in_float32(model)
+    rounded = {module for layer in find_layers(model) for module in layer.modules()} - kept
+    vocabulary = {model.whole.get_input_embeddings(), model.head}
+    if rounds_vocabulary and not kept & vocabulary:
+        rounded |= vocabulary
+    return {
+        plain_name(f"{path}.{name}")
+        for path, module in model.whole.named_modules()
+        if module in rounded
+        for name, parameter in module.named_parameters(recurse=False)
+        if parameter.ndim > 1
+    }
+
+
+def hold_in_bfloat16(model: CausalModel, names: Collection[str]) -> None:
+    """Give the parameters of these names the format, and let the embedding hand on float32 as before."""
+    for name, parameter in model.whole.named_parameters():
+        if plain_name(name) in names:
+            parameter.data = parameter.data.to(torch.bfloat16)
+    embedding: Any = model.whole.get_input_embeddings()
+    if embedding.weight.dtype == torch.bfloat16:
+        embedding.register_forward_hook(lambda _, __, rows: rows.float())
