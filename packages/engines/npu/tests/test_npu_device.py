@@ -125,8 +125,14 @@ def test_an_update_is_traced_through_the_seam(standin, model, tmp_path):
 @ALONE
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"lora_rank": 4}, {"activation_checkpointing": True}, {"dtype": "bfloat16"}],
-    ids=["plain", "lora", "checkpointing", "bfloat16"],
+    [
+        {},
+        {"lora_rank": 4},
+        {"activation_checkpointing": True},
+        {"dtype": "bfloat16"},
+        {"lora_rank": 4, "dtype": "bfloat16"},
+    ],
+    ids=["plain", "lora", "checkpointing", "bfloat16", "lora-bfloat16"],
 )
 def test_training_gives_what_the_cpu_gives(standin, model, changes):
     npu_standin.install(standin)
