@@ -341,7 +341,7 @@ def test_a_validation_set_is_answered_by_an_environment_of_its_own(
         (["--data.mix.sums.environment.max_tokens=150"], "data.mix.sums: data.max_prompt_tokens + environment"),
         (["--algorithm.advantage=gdpo"], "data.mix.sums: algorithm.advantage = gdpo"),
         (["--algorithm.overlong_buffer_tokens=16"], "data.mix.words: algorithm.overlong_buffer_tokens must be at most"),
-        (["--algorithm.advantage=gppo"], "error: algorithm.advantage must be one of"),
+        (["--algorithm.advantage=gppo"], "error: --algorithm.advantage must be one of"),
         (["--curriculum.low=0.9", "--curriculum.high=0.2"], "low = 0.9 is above high = 0.2"),
         (["--curriculum.outside_weight=0.5"], "outside_weight has no effect"),
         (["--eval.every_updates=2"], "eval.every_updates needs held-out prompts"),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat._call_server import CallServer
-from offbeat_core import OffbeatError
+from offbeat_core import MADE_FILE_VARIABLE, OffbeatError
 from offbeat_run import ERROR_FILE_VARIABLE, load_error
 
 INTERRUPTED: Final = 130
@@ -60,7 +60,7 @@ class CommandProcess:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=stderr,
-                env={**plain, **called, ERROR_FILE_VARIABLE: str(self._error)},
+                env={**plain, **called, ERROR_FILE_VARIABLE: str(self._error), MADE_FILE_VARIABLE: str(file)},
                 start_new_session=True,
             )
         except BaseException:

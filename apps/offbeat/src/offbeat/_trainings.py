@@ -11,7 +11,7 @@ from offbeat._process import output_of
 from offbeat._rewards import RewardArgument, read_reward
 from offbeat._run import Event, MessageEvent, Run
 from offbeat._sections import Sections, config_text, data_section, named, with_files, write_rows
-from offbeat_core import parse_config
+from offbeat_core import parse_config, place_paths
 
 
 class Training:
@@ -79,7 +79,7 @@ class Training:
     def _text(self, folder: Path) -> tuple[str, dict[Path, Any]]:
         """Return the configuration as TOML, and by the files that it names in the folder the rows for them."""
         sections, rows = with_files(self._sections, folder)
-        return config_text(sections), rows
+        return config_text(place_paths(sections, self._config_type())), rows
 
     @classmethod
     def _config_type(cls) -> type[Any]:

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from offbeat_actors import run_on_driver
-from offbeat_core import ConfigError, load_config
+from offbeat_core import ConfigError, load_config, naming_lines
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
@@ -59,7 +59,8 @@ def _train(words: CommandWords, file: str) -> int:
 
 
 def _drive(words: CommandWords, config: SftConfig, file: str, problems: Problems) -> int:
-    preflight = check_run(config, problems=problems)
+    with naming_lines(file, SftConfig, words.overrides):
+        preflight = check_run(config, problems=problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         return _begin(preflight, run, words)
 
@@ -94,7 +95,8 @@ def _drive_resumed(words: CommandWords, config: SftConfig, folder: str) -> int:
     with RunFolder.open(folder) as run:
         start = find_start(run)
         check_trackers(config.log)
-        preflight = check_run(config, start.progress)
+        with naming_lines(run.config, SftConfig, words.overrides):
+            preflight = check_run(config, start.progress)
         if not words.overrides and say_finished(run, start.updates, preflight.num_updates):
             return _conclude(run, words)
         with closing(create_engine(preflight, run)) as engine:

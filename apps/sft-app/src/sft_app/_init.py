@@ -6,16 +6,26 @@ from sft_app._config import SftConfig
 
 QUESTIONS = (
     Question(
-        option="model", text="A name of the Hugging Face Hub, or a folder with a model", default="Qwen/Qwen3-0.6B"
+        option="model",
+        key="model.path",
+        text="A name of the Hugging Face Hub, or a folder with a model",
+        default="Qwen/Qwen3-0.6B",
     ),
-    Question(option="data", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"),
-    Question(option="loss", text="sft, or a loss for pairs of answers: dpo, ipo, kto, orpo, simpo", default="sft"),
+    Question(
+        option="data", key="data.path", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"
+    ),
+    Question(
+        option="loss",
+        key="preference.loss",
+        text="sft, or a loss for pairs of answers: dpo, ipo, kto, orpo, simpo",
+        default="sft",
+    ),
 )
 
 
 def init_command(words: CommandWords) -> int:
     """Ask for a model, data and a loss where options do not say, and write the file."""
-    answers = ask(words, QUESTIONS)
+    answers = ask(words, QUESTIONS, SftConfig)
     is_sft = answers["loss"] == "sft"
     rate = "learning_rate = 1e-5      # usual for all weights; about 1e-4 with engine.lora_rank"
     if not is_sft:

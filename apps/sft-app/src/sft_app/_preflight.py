@@ -12,11 +12,12 @@ from offbeat_core import (
     RoleName,
     TrainBackend,
     TrainLayout,
+    as_written,
     check_schedule,
     load_backend,
     require_backend,
 )
-from offbeat_data import EpochOrder, Tokenizer, check_data_paths, fill_known_data, load_tokenizer
+from offbeat_data import EpochOrder, Tokenizer, check_data_paths, check_rows, fill_known_data, load_tokenizer
 from offbeat_placement import (
     ClusterView,
     Placement,
@@ -140,7 +141,7 @@ class Preflight:
             ("trains", f"{trained}, {config.engine.backend} engine on {config.engine.device}, {config.engine.dtype}"),
             *(("chosen", choice) for choice in self.choices),
             *([("loss", self._loss_text())] if config.preference.loss != "sft" else []),
-            ("data", f"{counts.kept} {rows} of {counts.read} rows from {config.data.path}{left_out}{cut}"),
+            ("data", f"{counts.kept} {rows} of {counts.read} rows from {as_written(config.data.path)}{left_out}{cut}"),
             (
                 "tokens",
                 f"{count_text(tokens)} an epoch, prompts included; the loss is on {count_text(learned)} of them",
@@ -203,15 +204,19 @@ def check_run(config: SftConfig, begun: Progress = Progress(), *, problems: Prob
         check_data_paths(config.data)
     if has_hub_model(config):
         problems.raise_all()  # nothing is fetched for a run that cannot begin
-    config, hub = fetch_models(config)
+    hub = HubModels()
     with problems.collected():
-        doing("checking the model", config.model.path)
+        config, hub = fetch_models(config)
+        doing("checking the model", as_written(config.model.path))
         model = inspect_model(config.model.path)
         check_model(model.path)
+    if problems.texts:
+        with problems.collected():
+            check_rows(config.data)
     problems.raise_all()
-    doing("loading the tokenizer", config.model.path)
+    doing("loading the tokenizer", as_written(config.model.path))
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
-    doing("reading the data", config.data.path)
+    doing("reading the data", as_written(config.data.path))
     examples = load_examples(config, tokenizer)
     _check_examples(model, (*examples.train, *examples.eval))
     # From here on torch is imported, which takes seconds: the mistakes above are reported at once.

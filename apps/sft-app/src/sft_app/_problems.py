@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from offbeat_core import ConfigError, ModelError, require_backend
+from offbeat_core import ConfigError, ProblemsError, require_backend
 from offbeat_data import check_data_paths
 from offbeat_objectives import check_preference
 from offbeat_run import Problems, check_trackers, find_model_problems
@@ -52,7 +52,7 @@ def _check_backends(launcher: str, engine: str) -> bool:
 
 def _check_models(config: SftConfig) -> None:
     if found := find_model_problems({"model": config.model}):
-        raise ModelError("; ".join(found))
+        raise ProblemsError(*found)
 
 
 def _check_device(config: SftConfig) -> None:

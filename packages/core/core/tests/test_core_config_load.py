@@ -5,7 +5,7 @@ from typing import Any, Literal
 
 import pytest
 
-from offbeat_core import REQUIRED, ConfigError, list_problems, load_config, parse_config, setting, split_overrides
+from offbeat_core import REQUIRED, ConfigError, ProblemsError, load_config, parse_config, setting, split_overrides
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,8 @@ def test_what_else_is_wrong_is_reported_in_the_same_answer(tmp_path):
 
 
 def test_many_problems_are_counted_and_the_first_are_shown():
-    lines = list_problems([f"problem {number}" for number in range(25)], "here").splitlines()
-    assert (lines[0], lines[20], lines[21:]) == ("25 problems here", "  problem 19", ["  and 5 more"])
+    lines = str(ProblemsError(*(f"problem {number}" for number in range(25)))).splitlines()
+    assert (lines[0], lines[20], lines[21:]) == ("25 problems", "  problem 19", ["  and 5 more"])
 
 
 def test_what_a_section_checks_itself_is_reported_with_its_place():
@@ -272,60 +272,6 @@ def test_broken_toml_is_shown_with_line_column_and_caret(text, place, shown):
     assert message.startswith(place)
     assert "broken TOML" in message
     assert shown in message
-
-
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    path: str = setting("", "A model.")
-    eval_path: str = setting("", "Data.")
-    name: str = setting("", "A reward.")
-    command: tuple[str, ...] = setting((), "A program.")
-    weights: dict[str, float] = setting({}, "Rewards.")
-
-
-@dataclass(frozen=True, kw_only=True)
-class OfPlaces:
-    data: Places = field(default_factory=Places)
-
-
-@pytest.mark.parametrize(
-    ("line", "key", "name"),
-    [
-        ('path = "model"', "data.path", "model"),
-        ('eval_path = "rows.jsonl"', "data.eval_path", "rows.jsonl"),
-        ('name = "mine.py:score"', "data.name", "mine.py"),
-        ('command = ["python", "mine.py"]', "data.command", "mine.py"),
-        ('weights = {"mine.py:score" = 1.0}', "data.weights.mine.py:score", "mine.py"),
-    ],
-)
-def test_a_path_beside_the_file_is_named_where_it_is_not_in_the_working_folder(line, key, name, tmp_path, monkeypatch):
-    folder, elsewhere = tmp_path / "recipe", tmp_path / "elsewhere"
-    for path in (folder / "model", elsewhere):
-        path.mkdir(parents=True)
-    for file in ("rows.jsonl", "mine.py"):
-        (folder / file).touch()
-    (folder / "my.toml").write_text(f"[data]\n{line}\n")
-    monkeypatch.chdir(elsewhere)
-    with pytest.raises(ConfigError) as refusal:
-        load_config(folder / "my.toml", OfPlaces)
-    assert f"my.toml:2: {key}: {name} is not in the working folder {elsewhere}" in str(refusal.value)
-    assert f"write {folder / name}, or run the command in {folder}" in str(refusal.value)
-    (elsewhere / name).mkdir()
-    load_config(folder / "my.toml", OfPlaces)
-
-
-def test_only_relative_paths_that_are_beside_the_file_are_named(tmp_path, monkeypatch):
-    folder, elsewhere = tmp_path / "recipe", tmp_path / "elsewhere"
-    for path in (folder / "model", elsewhere):
-        path.mkdir(parents=True)
-    monkeypatch.chdir(elsewhere)
-    (folder / "my.toml").write_text(f'[data]\nname = "model"\npath = "none"\neval_path = "{folder}/model"\n')
-    assert load_config(folder / "my.toml", OfPlaces).data.path == "none"
-    for strange in ("m" * 5000, "\\u0000"):
-        (folder / "my.toml").write_text(f'[data]\npath = "{strange}"\n')
-        load_config(folder / "my.toml", OfPlaces)
-    (folder / "my.toml").write_text('[data]\npath = "model"\n')
-    assert load_config(folder / "my.toml", OfPlaces, ["--data.path=other"]).data.path == "other"
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from grpo_async_app._run.scaling import ask_for_engines
 from grpo_async_app._run.session import find_session, resume, train, with_model
 from grpo_async_app._run.validation import validated_names
 from offbeat_actors import run_on_driver
-from offbeat_core import load_config
+from offbeat_core import load_config, naming_lines
 from offbeat_recipes import PLAN_OPTIONS, PLAN_SWITCHES, REHEARSAL_BYTES, batch_commands, plan_command
 from offbeat_run import (
     Command,
@@ -63,7 +63,8 @@ def _train(words: CommandWords, file: str) -> int:
 
 
 def _drive(words: CommandWords, config: GrpoConfig, file: str, problems: Problems) -> int:
-    preflight = check_run(config, problems)
+    with naming_lines(file, GrpoConfig, words.overrides):
+        preflight = check_run(config, problems)
     with RunFolder.create(new_run_folder(words, Path(file).stem), required_bytes=preflight.required_bytes) as run:
         _show_plan(preflight, run)
         run.write_config(preflight.written, preflight.config, preflight.hub.digests)
@@ -108,7 +109,8 @@ def _resume(words: CommandWords, folder: str) -> int:
 def _drive_resumed(words: CommandWords, config: GrpoConfig, folder: str) -> int:
     with RunFolder.open(folder) as run:
         check_trackers(config.log)
-        preflight = check_run(config)
+        with naming_lines(run.config, GrpoConfig, words.overrides):
+            preflight = check_run(config)
         session = find_session(preflight, run)
         if not words.overrides and say_finished(run, session.step, preflight.num_updates):
             return _conclude(run, words, preflight)

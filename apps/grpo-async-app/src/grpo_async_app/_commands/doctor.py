@@ -14,7 +14,7 @@ from grpo_async_app._preflight.trainer import check_devices
 from grpo_async_app._run.engine_probe import ProbeOutcome, probe_engines, widths_to_probe
 from grpo_async_app._run.interruption import run_interruptible
 from offbeat_actors import Launcher
-from offbeat_core import ConfigError, ModelError, PeerFailedError, load_backend, load_config, parse_config
+from offbeat_core import ConfigError, PeerFailedError, ProblemsError, load_backend, load_config, parse_config
 from offbeat_data import build_reward, check_data_paths
 from offbeat_placement import ClusterView
 from offbeat_run import (
@@ -70,7 +70,7 @@ def _needs(config: GrpoConfig) -> dict[str, Callable[[], object]]:
 def _check_models(config: GrpoConfig) -> None:
     sections = {"model": config.model, "teacher": config.teacher, "critic": config.critic}
     if found := find_model_problems(sections):
-        raise ModelError("; ".join(found))
+        raise ProblemsError(*found)
 
 
 def _default_engine() -> str:

@@ -7,22 +7,29 @@ from offbeat_run import CommandWords, Question, ask, write_first_config
 
 QUESTIONS = (
     Question(
-        option="model", text="A name of the Hugging Face Hub, or a folder with a model", default="Qwen/Qwen3-0.6B"
+        option="model",
+        key="model.path",
+        text="A name of the Hugging Face Hub, or a folder with a model",
+        default="Qwen/Qwen3-0.6B",
     ),
-    Question(option="data", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"),
+    Question(
+        option="data", key="data.path", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"
+    ),
 )
 OF_REWARD = Question(
-    option="reward", text="What scores answers: math_verify, exact_match, or your own my_reward.py:score"
+    option="reward",
+    key="reward.name",
+    text="What scores answers: math_verify, exact_match, or your own my_reward.py:score",
 )
 
 
 def init_command(words: CommandWords) -> int:
     """Ask for a model, data and a reward where options do not say, and write the file."""
-    answers = ask(words, QUESTIONS)
+    answers = ask(words, QUESTIONS, GrpoConfig)
     data = answers["data"]
     reward, _ = fill_known_reward(RewardConfig(), DataConfig(path=data))
     is_known = reward.is_set and "reward" not in words.options
-    name = reward.name if is_known else ask(words, [OF_REWARD])["reward"]
+    name = reward.name if is_known else ask(words, [OF_REWARD], GrpoConfig)["reward"]
     lines = [
         "# `grpo-async-app --explain` describes every key, and plan shows what is chosen for those left out.",
         "[model]",

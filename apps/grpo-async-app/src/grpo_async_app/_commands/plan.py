@@ -19,7 +19,7 @@ from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_settings, find_problems
 from grpo_async_app._preflight.sources import check_rewards
 from grpo_async_app._preflight.turns import choose_parking
-from offbeat_core import BackendError
+from offbeat_core import BackendError, as_written
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
 from offbeat_run import count_text, size_text, tracker_notices
@@ -184,9 +184,11 @@ def _describe_sync(preflight: Preflight) -> list[tuple[str, str]]:
 
 def _describe_objective(config: GrpoConfig) -> str:
     algorithm = config.algorithm
-    taught = f"{algorithm.distillation_coefficient:g} x divergence from {config.teacher.path}"
-    parts = [f"{algorithm.advantage} advantages"] * algorithm.needs_reward + [taught] * algorithm.needs_teacher
-    return f"{' + '.join(parts)}, {algorithm.loss} loss"
+    taught = f"{algorithm.distillation_coefficient:g} x divergence from {as_written(config.teacher.path)}"
+    parts = [f"{as_written(algorithm.advantage)} advantages"] * algorithm.needs_reward + [
+        taught
+    ] * algorithm.needs_teacher
+    return f"{' + '.join(parts)}, {as_written(algorithm.loss)} loss"
 
 
 def _describe_critic(config: GrpoConfig) -> list[tuple[str, str]]:
@@ -215,14 +217,15 @@ def _describe_pace(config: GrpoConfig) -> str:
 def _describe_environment(preflight: Preflight) -> list[tuple[str, str]]:
     agent = preflight.config.agent
     if agent.is_set:
-        what = " ".join(agent.command) or f"outside, from port {preflight.config.rollout.serve_port}"
+        what = " ".join(map(as_written, agent.command)) or f"outside, from port {preflight.config.rollout.serve_port}"
         limits = f"{agent.deadline_s:g} s and {agent.max_calls} calls for each episode, {agent.max_running} at once"
         return [("agent", f"{what}: {limits}")]
     return [
         (
             "environment",
-            f"{each.table and each.table + ': '}{each.settings.name}: at most {each.settings.max_turns} turns and "
-            f"{each.settings.max_tokens} tokens after the prompt, {each.settings.step_timeout_s:g} s for each answer",
+            f"{each.table and each.table + ': '}{as_written(each.settings.name)}: at most "
+            f"{each.settings.max_turns} turns and {each.settings.max_tokens} tokens after the prompt, "
+            f"{each.settings.step_timeout_s:g} s for each answer",
         )
         for each in preflight.run.environments
     ]
@@ -235,11 +238,11 @@ def _describe_mix(preflight: Preflight) -> list[tuple[str, str]]:
     total = sum(source.weight for source in preflight.run.sources)
     rows = []
     for source in preflight.run.sources:
-        share, where = source.weight / total, source.data.path
+        share, where = source.weight / total, as_written(source.data.path)
         text = f"{source.name}: {share:.3g} of the groups, {len(source.prompts)} prompts from {where}"
         if source.counts.too_long:
             text += f" ({source.counts.too_long} of {source.counts.read} left out: too long)"
-        text += f", environment {source.environment.settings.name}" if source.environment.is_set else ""
+        text += f", environment {as_written(source.environment.settings.name)}" if source.environment.is_set else ""
         text += f", reward {' + '.join(source.judge.settings.all_weights)}" if source.judge.is_set else ""
         rows.append(("source", text))
     return rows
@@ -260,7 +263,7 @@ def _describe_curriculum(config: GrpoConfig) -> list[tuple[str, str]]:
 
 def _describe_data(preflight: Preflight) -> str:
     counts = preflight.prompts.train_counts
-    path, num_sources = preflight.config.data.path, len(preflight.run.sources)
+    path, num_sources = as_written(preflight.config.data.path), len(preflight.run.sources)
     text = f"{counts.kept} training prompts from {path or f'a mix of {num_sources} sources'}"
     if counts.too_long:
         text += f" ({counts.too_long} of {counts.read} left out: too long)"

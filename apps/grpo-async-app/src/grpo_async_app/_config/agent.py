@@ -27,6 +27,7 @@ class AgentConfig:
         f"The program and its arguments, without a shell; {PROMPT_FILE} stands for a file with the row; the first word "
         "python stands for the Python that runs grpo-async-app. Empty: none.",
         is_text=True,
+        path="command",
     )
     is_outside: bool = setting(
         False, "Agents run elsewhere on this machine and ask POST /v1/sessions at rollout.serve_port for what to do."

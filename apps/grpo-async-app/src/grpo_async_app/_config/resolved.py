@@ -6,7 +6,7 @@ from typing import Any
 
 from grpo_async_app._config.mix import MixSourceConfig, PromptsConfig
 from grpo_async_app._config.sections import EvalSetConfig, GrpoConfig
-from offbeat_core import SamplingParams
+from offbeat_core import SamplingParams, as_written
 from offbeat_data import DataConfig, EnvironmentConfig, Prompt, RewardConfig, RowCounts, TurnTemplate
 from offbeat_run import HELD_OUT
 
@@ -108,7 +108,8 @@ class ValidationSet:
         samples = f"{self.num_samples} samples each, " if self.num_samples > 1 else ""
         text = f"{self.name}: {len(self.prompts)} prompts, {samples}{how}, at most {self.params.max_tokens} tokens"
         environment = self.environment
-        return f"{text}, environment {environment.settings.name}" if environment.table and environment.is_set else text
+        name = as_written(environment.settings.name)
+        return f"{text}, environment {name}" if environment.table and environment.is_set else text
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -152,7 +152,9 @@ class RolloutConfig(RolloutEngineSettings):
         "else tcp.",
     )
     weight_folder: str = setting(
-        "", "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder."
+        "",
+        "Where weight_transport = disk writes; trainer and engines see it. Empty: `weights` in the run folder.",
+        path="output",
     )
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
     serve_port: int | None = setting(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 from grpo_async_app._config.resolved import Environment, ResolvedRun, Source, ValidationSet
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.sources import check_set, naming
-from offbeat_core import ConfigError
+from offbeat_core import ConfigError, as_written
 from offbeat_data import (
     DataConfig,
     Prompt,
@@ -65,7 +65,7 @@ def _read_sources(run: ResolvedRun, tokenizer: Tokenizer, tools: Tools) -> tuple
     sources: list[Source] = []
     for source in run.sources:
         data = with_tools(source.data, tools.get(source.environment, []))
-        doing("reading the data", data.path)
+        doing("reading the data", as_written(data.path))
         with naming(source):
             prompts = load_prompts(data, tokenizer, needs_answer=source.judge.settings.needs_answer)
         found.append(prompts)

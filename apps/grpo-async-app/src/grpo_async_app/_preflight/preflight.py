@@ -31,11 +31,12 @@ from grpo_async_app._preflight.trainer import check_devices, plan_trainer
 from grpo_async_app._preflight.turns import choose_parking
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_processes
-from offbeat_core import ConfigError, TrainLayout
+from offbeat_core import ConfigError, TrainLayout, as_written
 from offbeat_data import (
     PromptSet,
     Tokenizer,
     check_data_paths,
+    check_rows,
     fill_known_data,
     fill_known_reward,
     load_tokenizer,
@@ -225,9 +226,10 @@ def _check_sections(
         check_backends(config)
     if has_hub_model(config):
         problems.raise_all()  # nothing is fetched for a run that cannot begin
-    config, hub = fetch_models(config)
-    doing("checking the model", config.model.path)
+    hub = HubModels()
     with problems.collected():
+        config, hub = fetch_models(config)
+        doing("checking the model", as_written(config.model.path))
         model = inspect_model(config.model.path)
         check_model(model.path)
         check_positions(config, model)
@@ -238,6 +240,9 @@ def _check_sections(
         with problems.collected():
             if path:
                 inspect_model(path, key)
+    for source in run.sources if problems.texts else ():
+        with problems.collected(), naming(source):
+            check_rows(source.data)
     problems.raise_all()
     return resolve(config), hub, model, reward_notes, notices
 
@@ -248,7 +253,7 @@ def _load_tokenizer(run: ResolvedRun, model: ExaminedModel) -> Tokenizer:
     for source in run.sources:
         with naming(source):
             check_environment_images(source.environment.settings, model.path, has_teacher=config.teacher.is_set)
-    doing("loading the tokenizer", config.model.path)
+    doing("loading the tokenizer", as_written(config.model.path))
     tokenizer = load_tokenizer(model.path, config.model.trust_remote_code)
     check_critic_folder(config.critic, tokenizer, trust=config.model.trust_remote_code)
     check_bootstrap(config.critic, model, config.rollout.max_model_len)

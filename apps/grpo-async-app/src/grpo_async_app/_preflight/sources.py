@@ -7,7 +7,7 @@ from typing import Final
 from grpo_async_app._config.resolved import Environment, ResolvedRun, Source, ValidationSet
 from grpo_async_app._config.reward_model import check_one_reward_model, reward_model_of
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import BackendError, ConfigError, DataError
+from offbeat_core import BackendError, ConfigError, DataError, as_written
 from offbeat_data import EnvironmentConfig, Reward, build_environment, build_reward
 
 OWN_DATA: Final = {"reasoning_gym": "reasoning-gym:", "verifiers": "verifiers:"}
@@ -158,7 +158,7 @@ def check_rewards(run: ResolvedRun, *, trains: bool = True) -> tuple[str, ...]:
         with naming(source):
             notes |= dict.fromkeys(_check_judge(run.config, source, trains))
     if (model := reward_model_of(run.config.reward)) is not None:
-        notes[f"reward_model: {model.num_replicas} x {model.path}, in processes of its own"] = None
+        notes[f"reward_model: {model.num_replicas} x {as_written(model.path)}, in processes of its own"] = None
     return tuple(notes)
 
 

@@ -26,10 +26,11 @@ def try_reward(config: RewardConfig, prompt: Prompt, cluster: ClusterConfig) -> 
             fails in another way while `on_error` allows no failure.
         BackendError, DeadlineError: as `ScorerPool.start`.
     """
-    own = {name: weight for name, weight in config.all_weights.items() if ":" in name}
-    if not own:
+    labels = [label for label in config.all_weights if ":" in label]
+    if not labels:
         return ""
-    doing("trying the reward", ", ".join(own))
+    doing("trying the reward", ", ".join(labels))
+    own = {config.all_names[label]: config.all_weights[label] for label in labels}
     config = replace(config, name="", weights=own, judge={}, code={}, reward_model={})  # no other reward is asked
     try:
         score = asyncio.run(_score_once(ScorerPool(config, cluster), prompt))

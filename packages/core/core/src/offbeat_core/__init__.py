@@ -13,7 +13,8 @@ from offbeat_core._backends import (
     require_backend,
     restore_module,
 )
-from offbeat_core._config.load import MAX_CONFIG_BYTES, load_config, parse_config, parse_toml, split_overrides
+from offbeat_core._config.load import load_config, parse_config
+from offbeat_core._config.paths import path_from, place_paths
 from offbeat_core._config.schema import check_limits, sections_of
 from offbeat_core._config.secrets import drop_secrets, hide_secrets, secret_variables
 from offbeat_core._config.setting import (
@@ -25,6 +26,7 @@ from offbeat_core._config.setting import (
     replace_settings,
     setting,
 )
+from offbeat_core._config.source import MADE_FILE_VARIABLE, MAX_CONFIG_BYTES, naming_lines, parse_toml, split_overrides
 from offbeat_core._config.text import dump_config, explain, list_settings, toml_value
 from offbeat_core._contracts.metrics import (
     Aggregation,
@@ -108,11 +110,11 @@ from offbeat_core._errors import (
     OffbeatError,
     PeerFailedError,
     PlacementError,
+    ProblemsError,
     RunFolderError,
     ShapeError,
     UserError,
     WeightSyncError,
-    list_problems,
 )
 from offbeat_core._files import (
     atomic_folder,
@@ -129,6 +131,7 @@ from offbeat_core._files import (
     sync_tree,
     write_new_file,
 )
+from offbeat_core._hub_names import HubKind, HubName, as_written, find_hub_name, path_advice, user_path
 from offbeat_core._lazy import load_lazily
 from offbeat_core._models.digests import DIGEST_SUFFIX, describe_damage, digest_file, digest_of, write_digest
 from offbeat_core._models.files import (
@@ -157,7 +160,6 @@ from offbeat_core._models.hub_files import (
     open_hub_repository,
     pin_hub_name,
 )
-from offbeat_core._models.hub_names import HubKind, HubName, find_hub_name, path_advice, user_path
 from offbeat_core._models.images import ImageCutter, ImagePlaces
 from offbeat_core._printable import printable
 
@@ -166,6 +168,7 @@ __all__ = [
     "DATASET_FORMS",
     "DIGEST_SUFFIX",
     "INSTALL_LINES",
+    "MADE_FILE_VARIABLE",
     "MAX_CONFIG_BYTES",
     "METADATA_KEY",
     "MODEL_FILE",
@@ -212,6 +215,7 @@ __all__ = [
     "PauseMode",
     "PeerFailedError",
     "PlacementError",
+    "ProblemsError",
     "ReceivingEngine",
     "RecordedSession",
     "Reply",
@@ -248,6 +252,7 @@ __all__ = [
     "WeightProof",
     "WeightStream",
     "WeightSyncError",
+    "as_written",
     "atomic_folder",
     "atomic_write",
     "available_devices",
@@ -279,7 +284,6 @@ __all__ = [
     "installed_backends",
     "learning_rate_at",
     "list_model_files",
-    "list_problems",
     "list_settings",
     "load_backend",
     "load_config",
@@ -288,13 +292,16 @@ __all__ = [
     "loss_extras",
     "merge_metrics",
     "merge_over_ranks",
+    "naming_lines",
     "new_future",
     "open_hub_repository",
     "other_kind",
     "parse_config",
     "parse_toml",
     "path_advice",
+    "path_from",
     "pin_hub_name",
+    "place_paths",
     "printable",
     "publish_folder",
     "read_eos_ids",

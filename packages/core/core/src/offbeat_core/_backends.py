@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from offbeat_core._contracts.rollout import RolloutEngineSettings
 from offbeat_core._errors import BackendError, ConfigError
+from offbeat_core._hub_names import as_written
 
 AUTOLOAD: Final = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 DEVICE_GROUP: Final = "offbeat.device"
@@ -82,7 +83,7 @@ def available_devices() -> dict[str, int]:
 
 
 def find_function(section: str, name: str) -> Callable[..., Any]:
-    """Import `module:function` or `path/to/file.py:function`, looking in the working folder too, as a script would.
+    """Import `module:function` or `path/to/file.py:function`, looking for modules in the working folder too.
 
     Args:
         section: that names it, such as "reward".
@@ -92,10 +93,12 @@ def find_function(section: str, name: str) -> Callable[..., Any]:
         ConfigError: there is no such module or function, or the module cannot be imported.
     """
     module_name, _, attribute = name.rpartition(":") if ":" in name else (name, "", "")
+    name, whole_name = as_written(name), module_name
+    module_name = as_written(module_name)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())
     try:
-        module = _import_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
+        module = _import_file(whole_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"{section} {name}: importing {module_name} failed: {type(error).__name__}: {error}; "

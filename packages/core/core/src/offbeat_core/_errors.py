@@ -27,6 +27,21 @@ class ConfigError(UserError):
     """A setting is unknown, of the wrong type, out of range, or without effect."""
 
 
+class ProblemsError(ConfigError):
+    """Several problems that do not depend on each other.
+
+    Args:
+        texts: the problems, each once.
+    """
+
+    def __init__(self, *texts: str) -> None:
+        super().__init__(*texts)
+        self.texts = texts
+
+    def __str__(self) -> str:
+        return list_problems(self.texts)
+
+
 class DataError(UserError):
     """A data set is missing, empty, unreadable, or lacks a column."""
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Final, Generic
 
-from offbeat_core import ConfigError, ModelError, load_config, write_new_file
+from offbeat_core import ConfigError, ModelError, load_config, naming_lines, write_new_file
 from offbeat_placement import (
     ClusterView,
     MemoryEstimate,
@@ -19,7 +19,7 @@ from offbeat_placement import (
     fit_settings,
 )
 from offbeat_recipes._elsewhere import NOT_LOOKED_AT
-from offbeat_recipes._recipe_text import ConfigT, change_recipe, with_settings
+from offbeat_recipes._recipe_text import ConfigT, change_recipe, relative_keys, with_settings
 from offbeat_run import CommandWords, count_text, doing, print_table, print_text, size_text
 
 PLAN_OPTIONS: Final = ("cluster", "fit", "format")
@@ -252,7 +252,8 @@ def plan_command(planner: Planner[ConfigT], words: CommandWords, file: str) -> i
     is_as_given = "cluster" not in words.options and "shrink" not in words.switches  # else models need not be here
     look = planner.find_problems if is_as_given else None
     config: ConfigT = load_config(file, planner.config_type, words.overrides, look=look)
-    run_plan = _look(planner, config, words, Path(file))
+    with naming_lines(file, planner.config_type, words.overrides):
+        run_plan = _look(planner, config, words, Path(file))
     if style == "json":
         print(json.dumps(run_plan.as_data(), indent=1))
     else:
@@ -292,6 +293,11 @@ def _fit(
     )
     if not settings:
         raise ConfigError(f"{recipe} fits as it is: nothing to write to {target}")
+    if recipe.absolute().parent != target.absolute().parent and (keys := relative_keys(config)):
+        raise ConfigError(
+            f"--fit {target}: relative paths of {recipe} ({', '.join(keys)}) are relative to its folder: write the new "
+            f"file there, as --fit {recipe.with_name(target.name)}"
+        )
     changed = change_recipe(recipe.read_text(), settings, type(config))
     write_new_file(target, f"# {recipe.name} {_MADE_TO_FIT}\n#\n{changed}", "--fit")
     for key, value in settings.items():

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
-from offbeat_core import ConfigError, parse_config
+from offbeat_core import ConfigError, Setting, as_written, parse_config, replace_settings
 from offbeat_placement import SettingValue
 
 ConfigT = TypeVar("ConfigT")
@@ -35,6 +35,24 @@ def _field(path: str) -> tuple[str, str]:
     """Names of the section's field and the key's, of "section.key"; `async` is a word of Python's."""
     section, _, key = path.partition(".")
     return section + "_" * keyword.iskeyword(section), key
+
+
+def relative_keys(config: object) -> list[str]:
+    """Return the keys of paths that the user wrote as relative ones: they lead elsewhere from a copy of the file.
+
+    Args:
+        config: as loaded.
+    """
+    found = []
+
+    def look(key: str, _: Setting, value: Any) -> Any:
+        texts = [value] if isinstance(value, str) else value if isinstance(value, list | dict) else ()
+        if any(isinstance(text, str) and as_written(text) != text for text in texts):
+            found.append(key)
+        return value
+
+    replace_settings(config, look)
+    return found
 
 
 def change_recipe(text: str, settings: Mapping[str, SettingValue], root_type: type) -> str:

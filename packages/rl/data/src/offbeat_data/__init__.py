@@ -25,7 +25,7 @@ from offbeat_data._scoring.sandbox.watching import ProgramLimits, ProgramRun
 from offbeat_data._scoring.votes import vote_of
 from offbeat_data._sources.known_sets import fill_known_data, fill_known_reward
 from offbeat_data._sources.mixture import CurriculumConfig, MixtureOrder, SuccessRates
-from offbeat_data._sources.sources import ConversationConfig, DataConfig, EpochOrder, check_data_paths
+from offbeat_data._sources.sources import ConversationConfig, DataConfig, EpochOrder, check_data_paths, check_rows
 from offbeat_data._tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
@@ -73,6 +73,7 @@ __all__ = [
     "calculate",
     "calculator",
     "check_data_paths",
+    "check_rows",
     "environment_tools",
     "escape_messages",
     "escape_tools",

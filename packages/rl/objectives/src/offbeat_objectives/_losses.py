@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_core import DeferredMetrics, LossTokens, ShapeError, find_function
+from offbeat_core import DeferredMetrics, LossTokens, ShapeError, as_written, find_function
 from offbeat_objectives._config.algorithm import DEFAULT_CAP, AlgorithmConfig, read_preset
 from offbeat_objectives._config.options import LossOptions
 from offbeat_objectives._correction import measure_correction, off_policy_mask
@@ -143,8 +143,8 @@ class PolicyLoss:
         missing = [name for name in self.required_extras if name not in tokens.extras]
         if missing:
             raise ShapeError(
-                f"the loss {self.config.loss} (correction {self.config.correction}, {self.config.correction_form}) "
-                f"needs the extras {list(self.required_extras)}: {missing} missing"
+                f"the loss {as_written(self.config.loss)} (correction {self.config.correction}, "
+                f"{self.config.correction_form}) needs the extras {list(self.required_extras)}: {missing} missing"
             )
         require_tokens("the loss", tokens.sequence_N, tokens.logprobs_N, tokens.entropy_N, *tokens.extras.values())
 

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_core import ConfigError
+from offbeat_core import ConfigError, as_written
 from offbeat_objectives._advantages.advantages import find_advantage
 from offbeat_objectives._advantages.estimators import Advantages, RewardedSamples
 from offbeat_objectives._config.algorithm import AlgorithmConfig
@@ -44,10 +44,12 @@ def try_functions(config: AlgorithmConfig, weights: Mapping[str, float] | None =
     found = []
     if config.has_own_loss:
         _try_loss(config)
-        found.append(f"{config.loss}: finite, with a gradient, rejected tokens without influence (random data)")
+        found.append(
+            f"{as_written(config.loss)}: finite, with a gradient, rejected tokens without influence (random data)"
+        )
     if config.has_own_advantage:
         _try_advantage(config, dict(weights or {"reward": 1.0}))
-        found.append(f"{config.advantage}: finite, also for equal rewards and a sample alone (random data)")
+        found.append(f"{as_written(config.advantage)}: finite, also for equal rewards and a sample alone (random data)")
     return tuple(found)
 
 
@@ -88,7 +90,7 @@ class _Trial:
 
 
 def _try_loss(config: AlgorithmConfig) -> None:
-    trial, function = _Trial("loss", config.loss), find_objective(config)
+    trial, function = _Trial("loss", as_written(config.loss)), find_objective(config)
     tokens = _random_tokens()
 
     def objective(case: str, tokens: PolicyTokens) -> tuple[Tensor, Tensor]:
@@ -154,7 +156,7 @@ def _with_other_rejected(tokens: PolicyTokens) -> PolicyTokens:
 
 
 def _try_advantage(config: AlgorithmConfig, weights: dict[str, float]) -> None:
-    trial, function = _Trial("advantage", config.advantage), find_advantage(config)
+    trial, function = _Trial("advantage", as_written(config.advantage)), find_advantage(config)
     for case, samples in (
         ("rewards of 0 and 1", _random_samples(weights, lambda size, of: torch.rand(size, generator=of).round())),
         ("any rewards", _random_samples(weights, lambda size, of: torch.randn(size, generator=of))),

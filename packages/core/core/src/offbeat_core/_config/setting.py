@@ -10,12 +10,17 @@ import operator
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, MISSING, dataclass, field, fields, is_dataclass, replace
 from types import NoneType, UnionType
-from typing import Any, Final, TypeVar, get_args, get_origin
+from typing import Any, Final, Literal, TypeVar, get_args, get_origin
 
 from offbeat_core._errors import ConfigError
 
 OptionsT = TypeVar("OptionsT")
 ConfigT = TypeVar("ConfigT")
+
+PathKind = Literal["", "model", "dataset", "input", "output", "function", "command"]
+"""What a path leads to: a model or rows, which may be names of the Hub; other files and folders that are there, or that
+are made; FILE.py:FUNCTION; a program and its arguments, of which those that end in .py or begin with ./ or ../ are
+paths. "" is no path."""
 
 METADATA_KEY: Final = "offbeat"
 REQUIRED: Final = MISSING
@@ -34,6 +39,8 @@ class Setting:
         is_text: of a list of texts: the words of an override are one entry, blanks and commas and all, unless they are
             written as a TOML list.
         hub: "model" or "dataset" where it takes a name of the Hub beside a path.
+        path: kind of the paths that it takes where it takes no name of the Hub; of a table of options, the kinds by the
+            names of its entries. A path in a file is relative to that file.
     """
 
     doc: str
@@ -46,6 +53,7 @@ class Setting:
     choices: tuple[str, ...] = ()
     is_text: bool = False
     hub: str = ""
+    path: PathKind | Mapping[str, PathKind] = ""
 
     def complaint(self, value: object) -> str | None:
         """Say what is required of `value` when it is out of bounds, else None. None itself is always in bounds."""
@@ -76,7 +84,7 @@ def setting(default: Any, doc: str, unit: str = "", **bounds: Any) -> Any:
         default: its value when the file names none; `REQUIRED` for no default; lists and dicts are copied per instance.
         doc: what it does, for `--explain`.
         unit: see `Setting`.
-        bounds: `ge`, `gt`, `le`, `lt`, `choices`, `is_text`, `hub` of `Setting`.
+        bounds: `ge`, `gt`, `le`, `lt`, `choices`, `is_text`, `hub`, `path` of `Setting`.
 
     Returns:
         A dataclass field, typed as the field's own annotation.

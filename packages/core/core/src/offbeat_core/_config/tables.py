@@ -6,8 +6,10 @@ from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
 from typing import Any, Final
 
+from offbeat_core._config.paths import ValueProblemError, place
 from offbeat_core._config.schema import Key, keys_of, named_class, nested_class
-from offbeat_core._config.values import NONE, ValueProblemError, fit, fit_override, parse_scalar
+from offbeat_core._config.setting import Setting
+from offbeat_core._config.values import NONE, fit, fit_override, parse_scalar
 from offbeat_core._errors import ConfigError
 
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*")
@@ -83,15 +85,22 @@ def _value(key: Key, value: Any, path: Path, complain: Report) -> Any:
     try:
         if isinstance(value, OverrideText):
             return fit_override(value.text, key.annotation, key.setting)
-        return fit(_read(value), key.annotation, key.setting)
+        return fit(_read(value, key.setting), key.annotation, key.setting)
     except ValueProblemError as problem:
         said = f"must be {key.required}, {problem}" if problem.got else str(problem)
         complain(path, said, isinstance(value, OverrideText))
         return None
 
 
-def _read(value: Any) -> Any:
-    """Return a table whose entries come from overrides, such as options, without the marks of where they came from."""
-    if isinstance(value, Mapping):
-        return {name: _read(item) for name, item in value.items()}
-    return parse_scalar(value.text) if isinstance(value, OverrideText) else value
+def _read(value: Any, setting: Setting) -> Any:
+    """Return a table, such as options, of which overrides have set entries, without the marks of these."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: read_entry(name, item, setting) for name, item in value.items()}
+
+
+def read_entry(name: str, item: Any, setting: Setting) -> Any:
+    """Return an entry of a table of options; paths of an override are relative to the working folder."""
+    if isinstance(item, Mapping):
+        return {inner: read_entry("", each, setting) for inner, each in item.items()}
+    return place({name: parse_scalar(item.text)}, setting)[name] if isinstance(item, OverrideText) else item

@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import fill, wrap
 from typing import Any
 
+from offbeat_core._config.paths import escape
 from offbeat_core._config.schema import (
     Key,
     Section,
@@ -23,7 +24,7 @@ from offbeat_core._config.schema import (
     type_words,
 )
 from offbeat_core._config.secrets import refuse_literal_secrets
-from offbeat_core._config.values import NONE, escape
+from offbeat_core._config.values import NONE
 from offbeat_core._errors import ConfigError
 
 _WIDTH = 100

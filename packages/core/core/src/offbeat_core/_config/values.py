@@ -1,19 +1,16 @@
-"""Turns what a file or a command line says into what a field holds: variables, types, bounds."""
+"""Turns what a file or a command line says into what a field holds: types, bounds, paths of overrides."""
 
 import math
-import os
-import re
 import tomllib
 from collections.abc import Iterable
 from itertools import repeat
-from pathlib import Path
 from typing import Any, get_args, get_origin
 
 import msgspec
 
 from offbeat_core._config.advice import show, value_advice
+from offbeat_core._config.paths import ValueProblemError, expand, place
 from offbeat_core._config.schema import union_arms
-from offbeat_core._config.secrets import mark_secrets
 from offbeat_core._config.setting import Setting
 
 _LARGEST_COUNT = 2**53
@@ -21,84 +18,6 @@ _LARGEST_COUNT = 2**53
 
 NONE = "none"
 """How a file says None, which TOML lacks: every optional setting takes it."""
-
-# One pass over the text, so that what a variable holds is never expanded again. One more dollar before `${`, or
-# before a leading `~`, stands for the text itself.
-_REFERENCE = re.compile(
-    r"\$(?P<escaped>\$+\{)"
-    r"|\A\$(?P<escaped_home>\$*~)(?=/|\Z)"
-    r"|\$\{(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?::-(?P<default>[^}]*))?\}"
-    r"|(?P<home>\A~)(?=/|\Z)"
-    r"|(?P<broken>\$\{)"
-)
-
-
-class ValueProblemError(Exception):
-    """A value that does not fit: `got` describes it; where `got` is empty, the text is the whole message."""
-
-    def __init__(self, text: str = "", *, got: str = "") -> None:
-        super().__init__(text or f"got {got}")
-        self.got = got
-
-
-def expand_text(text: str) -> str:
-    """Expand `${NAME}`, `${NAME:-default}` and a leading `~`; `$${` and `$~` stand for `${` and `~` themselves."""
-
-    def replace(match: re.Match[str]) -> str:
-        for escaped in (match["escaped"], match["escaped_home"]):
-            if escaped is not None:
-                return str(escaped)
-        if match["home"] is not None:
-            return os.path.expanduser("~")
-        if match["broken"] is not None:
-            raise ValueProblemError("${ must name a variable, as ${NAME} or ${NAME:-default}; write $${ for the text")
-        return _variable(match["name"], match["default"], at_start=match.start() == 0)
-
-    return _REFERENCE.sub(replace, text)
-
-
-def _variable(name: str, default: str | None, *, at_start: bool) -> str:
-    value = os.environ.get(name) or default  # as in a shell, `:-` also covers a variable that is set but empty
-    if value is None:
-        value = os.environ.get(name)
-    if value is None:
-        raise ValueProblemError(f"environment variable {name} is not set; set it, or write ${{{name}:-default}}")
-    starts_at_home = at_start and (value == "~" or value.startswith("~/"))
-    return os.path.expanduser(value) if starts_at_home else value
-
-
-def escape_text(text: str) -> str:
-    """Return the inverse of `expand_text`: a text that expands to `text`."""
-    return re.sub(r"\A(?=\$*~(?:/|\Z))|(?=\$+\{)(?<!\$)", "$", text)
-
-
-def expand(value: Any) -> Any:
-    """Expand every string in a value read from TOML; keys of tables stay as they are."""
-    if isinstance(value, str):
-        return expand_text(value)
-    if isinstance(value, list | tuple):
-        return type(value)(expand(item) for item in value)
-    if isinstance(value, dict):
-        return {key: expand(item) for key, item in value.items()}
-    return value
-
-
-def escape(value: Any) -> Any:
-    """Return the inverse of `expand`.
-
-    What a secret variable of the environment holds becomes a reference to it again.
-    """
-    if isinstance(value, str | Path):
-        text, marks = mark_secrets(str(value))
-        text = escape_text(text)
-        for mark, reference in marks.items():
-            text = text.replace(mark, reference)
-        return text
-    if isinstance(value, list | tuple):
-        return [escape(item) for item in value]
-    if isinstance(value, dict):
-        return {key: escape(item) for key, item in value.items()}
-    return value
 
 
 def convert(value: Any, annotation: Any) -> Any:
@@ -163,7 +82,7 @@ def parse_scalar(text: str) -> Any:
 def fit_override(text: str, annotation: Any, setting: Setting) -> Any:
     """Fit the text of an override: as TOML, else as a bare string, else as a list separated by commas.
 
-    Where `setting.is_text`, it is TOML or one entry of a list, as it is.
+    Where `setting.is_text`, it is TOML or one entry of a list, as it is. Paths are relative to the working folder.
 
     Raises:
         ValueProblemError: no reading fits; it speaks of the first one.
@@ -171,13 +90,13 @@ def fit_override(text: str, annotation: Any, setting: Setting) -> Any:
     if setting.is_text:
         value = parse_scalar(text) if text else []
         entry = value if isinstance(value, str) else text
-        return fit(value if isinstance(value, list) else [entry], annotation, setting)
+        return fit(place(value if isinstance(value, list) else [entry], setting), annotation, setting)
     pieces = [piece.strip() for piece in text.split(",") if piece.strip()]
     readings: list[Any] = [parse_scalar(text), text, [parse_scalar(piece) for piece in pieces], pieces]
     first: ValueProblemError | None = None
     for reading in readings:
         try:
-            return fit(reading, annotation, setting)
+            return fit(place(reading, setting), annotation, setting)
         except ValueProblemError as problem:
             first = first or problem
     assert first is not None

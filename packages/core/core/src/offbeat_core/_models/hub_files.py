@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from offbeat_core._errors import BackendError, DataError, ModelError, UserError
+from offbeat_core._hub_names import HubKind, HubName, find_hub_name, is_commit
 from offbeat_core._models.files import TOKENIZER_FILES
-from offbeat_core._models.hub_names import HubKind, HubName, find_hub_name, is_commit
 
 _MODEL_FILES: Final = (
     "*.safetensors",

@@ -24,6 +24,7 @@ from offbeat_core import (
     defer_device_backends,
     explain,
     load_config,
+    naming_lines,
     sections_of,
 )
 from offbeat_http import raise_descriptor_limit
@@ -425,7 +426,13 @@ def doctor_command(
             raise ConfigError(f"doctor takes settings with a FILE only: got {words.overrides[0]}")
         print_table(examine(sections_of(config_type).keys(), shows_all="all" in words.switches))
         return 0
-    rows, is_ready = examine_needs(checks(load_config(file, config_type, words.overrides)))
+
+    def check_there(check: Callable[[], object]) -> None:
+        with naming_lines(file, config_type, words.overrides):
+            check()
+
+    found = checks(load_config(file, config_type, words.overrides))
+    rows, is_ready = examine_needs({what: partial(check_there, check) for what, check in found.items()})
     print_table(rows)
     return 0 if is_ready else UserError.exit_code
 

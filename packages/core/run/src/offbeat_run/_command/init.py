@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from offbeat_core import ConfigError, write_new_file
+from offbeat_core import ConfigError, path_from, sections_of, write_new_file
 from offbeat_run._command.command import CommandWords
 from offbeat_run._console.printing import print_text
 
@@ -16,17 +16,26 @@ class Question:
 
     Args:
         option: that gives the answer, without dashes.
+        key: that it is written to, such as "model.path".
         text: asked in a terminal.
         default: taken where nothing is typed; None: an answer is needed.
     """
 
     option: str
+    key: str
     text: str
     default: str | None = None
 
 
-def ask(words: CommandWords, questions: Sequence[Question]) -> dict[str, str]:
+def ask(words: CommandWords, questions: Sequence[Question], root_type: type) -> dict[str, str]:
     """Return an answer to each question, by its option: from the command line, else asked for in a terminal.
+
+    A path that is answered is relative to the working folder, and that of a file to the folder of `--out`.
+
+    Args:
+        words: of the command line.
+        questions: to be answered.
+        root_type: of the configuration that the answers are for.
 
     Raises:
         ConfigError: there is no terminal, and an option without a default is not given.
@@ -40,8 +49,14 @@ def ask(words: CommandWords, questions: Sequence[Question]) -> dict[str, str]:
         given = question.default if given is None else given
         if given is None:
             raise ConfigError(f"init needs --{question.option}: {question.text[0].lower()}{question.text[1:]}")
-        answers[question.option] = given
+        section, _, key = question.key.partition(".")
+        declared = sections_of(root_type)[section].keys[key].setting
+        answers[question.option] = path_from(given, declared, _target(words).absolute().parent)
     return answers
+
+
+def _target(words: CommandWords) -> Path:
+    return Path(words.options.get("out", "my.toml"))
 
 
 def _typed(prompt: str) -> str:
@@ -58,7 +73,7 @@ def write_first_config(text: str, words: CommandWords, program: str) -> int:
     Raises:
         RunFolderError: there is such a file, or it cannot be written.
     """
-    path = Path(words.options.get("out", "my.toml"))
+    path = _target(words)
     write_new_file(path, text, "--out")
     print_text(f"{path} is written. Next:")
     print_text(f"  {program} plan {path}     what the run needs, with one rendered prompt; starts nothing")

@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from offbeat_core import as_written
+
 _IN_HUB_CACHE: Final = re.compile(r"models--([\w.-]+?)--([\w.-]+)/snapshots/")
 
 
@@ -21,7 +23,8 @@ def model_name(path: str) -> str:
 
 def source_name(path: str) -> str:
     """Return a generator such as arithmetic:2 as it is, a file or a folder by its name."""
-    return path if ":" in path else Path(path).name
+    written = as_written(path)
+    return written if ":" in written else Path(path).name
 
 
 def describe_task(config: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -30,12 +33,13 @@ def describe_task(config: Mapping[str, Any]) -> list[tuple[str, str]]:
     mixed = [source_name(str(_table(data.get("mix"), name).get("path", name))) for name in _table(data, "mix")]
     judges = [str(reward.get("name") or ""), *_table(reward, "weights")]
     command = _table(config, "agent").get("command")
+    judges = list(map(as_written, judges))
     rows = [
         ("model", model_name(str(_table(config, "model").get("path", "")))),
         ("data", ", ".join(mixed) or source_name(str(data.get("path", "")))),
         ("reward", " + ".join(dict.fromkeys(filter(None, judges)))),
-        ("environment", str(_table(config, "environment").get("name", ""))),
-        ("agent", " ".join(map(str, command)) if isinstance(command, list) else ""),
+        ("environment", as_written(str(_table(config, "environment").get("name", "")))),
+        ("agent", " ".join(as_written(str(word)) for word in command) if isinstance(command, list) else ""),
         ("preference", str(_table(config, "preference").get("loss", ""))),
     ]
     return [(what, name) for what, name in rows if name and name != "none"]

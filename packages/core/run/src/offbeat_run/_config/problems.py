@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from offbeat_core import ConfigError, UserError, list_problems
+from offbeat_core import ProblemsError, UserError
 
 
 class Problems:
@@ -28,6 +28,6 @@ class Problems:
     def raise_all(self) -> None:
         """Raise what was collected: the error itself where it is the only one, else one that says all of them."""
         if len(self.texts) > 1:
-            raise ConfigError(list_problems(self.texts))
+            raise ProblemsError(*self.texts)
         if self._found:
             raise self._found[0]

@@ -13,8 +13,9 @@ from typing import Any, Final
 import yaml
 from jinja2 import Environment, StrictUndefined
 
-from offbeat_core import ConfigError, load_config, write_new_file
+from offbeat_core import ConfigError, load_config, split_overrides, write_new_file
 from offbeat_recipes._plan_command import Planner
+from offbeat_recipes._recipe_text import relative_keys
 from offbeat_run import CommandWords, doing, print_text
 
 SAVE_S: Final = 240.0
@@ -68,14 +69,30 @@ class BatchJob:
         return int(self.save_s) + CLEAN_UP_S
 
 
-def plan_job(planner: Planner[Any], words: CommandWords, file: str, program: str) -> BatchJob:
+def plan_job(
+    planner: Planner[Any], words: CommandWords, file: str, program: str, *, is_copied: bool = False
+) -> BatchJob:
     """Plan a recipe on the machines of `--cluster`, or of its section `cluster`, and print where its ranks go.
 
+    Args:
+        planner: of the application.
+        words: of the command line.
+        file: the recipe.
+        program: the application's name.
+        is_copied: the job has the recipe in another folder than this one.
+
     Raises:
-        ConfigError: the machines are not named, or are those of a running Ray cluster.
+        ConfigError: the machines are not named, or are those of a running Ray cluster; or relative paths in a recipe
+            that is copied.
         UserError: whatever `plan` says of the recipe there.
     """
     config: Any = load_config(file, planner.config_type, words.overrides)
+    typed = {key for key, _ in split_overrides(words.overrides)}
+    if is_copied and (keys := [key for key in relative_keys(config) if key not in typed]):
+        raise ConfigError(
+            f"{file}: {', '.join(keys)}: a relative path is relative to the folder of the file, and the job has a copy "
+            "of the file elsewhere: write paths as they are on the machines of the job, beginning with / or ~"
+        )
     shape = words.options.get("cluster") or _own_shape(config.cluster)
     if not shape or shape == "live":
         raise ConfigError(

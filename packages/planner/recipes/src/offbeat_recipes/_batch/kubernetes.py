@@ -20,7 +20,7 @@ def k8s_command(planner: Planner[Any], program: str, words: CommandWords, file: 
         ConfigError: no image, or an option that Kubernetes would not read.
         UserError: whatever `plan` says of the recipe.
     """
-    job = plan_job(planner, words, file, program)
+    job = plan_job(planner, words, file, program, is_copied=True)
     return write_job(words, job, k8s_manifest(job, words), ".k8s.yaml", "kubectl apply -f {}")
 
 

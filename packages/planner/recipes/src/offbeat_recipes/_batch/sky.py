@@ -18,7 +18,7 @@ def sky_command(planner: Planner[Any], program: str, words: CommandWords, file: 
         ConfigError: no bucket for the run folder, or no name of the accelerator.
         UserError: whatever `plan` says of the recipe.
     """
-    job = plan_job(planner, words, file, program)
+    job = plan_job(planner, words, file, program, is_copied=True)
     secret = f' --secret RAY_AUTH_TOKEN="$({_TOKEN})"' if job.num_nodes > 1 else ""
     return write_job(words, job, sky_task(job, words), ".sky.yaml", f"sky jobs launch {{}}{secret}")
 

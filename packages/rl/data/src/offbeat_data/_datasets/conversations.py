@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat_core import DataError, Ids, TrainSequence
+from offbeat_core import DataError, Ids, TrainSequence, as_written
 from offbeat_data._chat.template import STAND_IN, Message, RenderedChat
 from offbeat_data._chat.thoughts import check_thoughts
 from offbeat_data._datasets.chat_reader import ChatReader
@@ -72,8 +72,8 @@ def load_conversations(config: ConversationConfig, tokenizer: Tokenizer) -> Conv
     """
     rows = read_sources(config, lambda row: _question(config, row))
     builder = SequenceBuilder(config, tokenizer)
-    train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
-    held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
+    train, train_counts = builder.build(rows.train, as_written(config.path), rows.num_shared)
+    held_out, eval_counts = builder.build(rows.held_out, as_written(config.eval_path or config.path))
     return ConversationSet(
         train=train,
         eval=held_out,

@@ -12,7 +12,7 @@ from typing import Any, Final, Generic, TypeVar
 
 import numpy as np
 
-from offbeat_core import DataError, Image, TrainSequence
+from offbeat_core import DataError, Image, TrainSequence, as_written
 from offbeat_data._datasets.conversations import SequenceBuilder, fit_sequence
 from offbeat_data._datasets.prompts import RowCounts
 from offbeat_data._images import with_images
@@ -123,10 +123,10 @@ def _load(
 ) -> PreferenceSet[ExampleT]:
     config = builder.config
     rows = read_sources(config, question)
-    held_out_source = config.eval_path or config.path
-    train, train_counts = _read_rows(builder, read, rows.train, config.path, rows.num_shared)
+    train_source, held_out_source = as_written(config.path), as_written(config.eval_path or config.path)
+    train, train_counts = _read_rows(builder, read, rows.train, train_source, rows.num_shared)
     held_out, eval_counts = _read_rows(builder, read, rows.held_out, held_out_source, 0)
-    examples, held_examples = build(train, config.path), build(held_out, held_out_source)
+    examples, held_examples = build(train, train_source), build(held_out, held_out_source)
     return PreferenceSet(
         train=examples,
         eval=held_examples,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from offbeat_core import ConfigError, DataError, Ids, Image
+from offbeat_core import ConfigError, DataError, Ids, Image, as_written
 from offbeat_data._chat.template import RenderedChat
 from offbeat_data._datasets.chat_reader import ChatReader
 from offbeat_data._escaping import RowNotes
@@ -148,8 +148,8 @@ def load_prompts(config: DataConfig, tokenizer: Tokenizer, *, needs_answer: bool
     """
     rows = read_sources(config, lambda row: with_images(as_question(find_column(row, config.prompt_column)), row))
     builder = _PromptBuilder(config, tokenizer, needs_answer)
-    train, train_counts = builder.build(rows.train, config.path, rows.num_shared)
-    held_out, eval_counts = builder.build(rows.held_out, config.eval_path or config.path)
+    train, train_counts = builder.build(rows.train, as_written(config.path), rows.num_shared)
+    held_out, eval_counts = builder.build(rows.held_out, as_written(config.eval_path or config.path))
     return PromptSet(
         train=train,
         eval=held_out,

@@ -18,7 +18,7 @@ from importlib import import_module
 from itertools import count
 from typing import Any, Final
 
-from offbeat_core import ConfigError, DataError, find_function, setting
+from offbeat_core import ConfigError, DataError, as_written, find_function, setting
 from offbeat_data._chat.template import Message
 from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._environments.environment import Environment, EnvironmentFactory, interruptible
@@ -49,8 +49,9 @@ class EnvironmentConfig:
         "",
         "calculator, mcp, openenv, reasoning_gym, verifiers, or a Python class or function as module:name; empty for "
         "none.",
+        path="function",
     )
-    options: dict[str, Any] = setting({}, "Keyword arguments of the environment.")
+    options: dict[str, Any] = setting({}, "Keyword arguments of the environment.", path={"command": "command"})
     max_turns: int = setting(8, "Turns of the model in one episode at most.", "turns", ge=1)
     max_tokens: int = setting(
         1024,
@@ -123,7 +124,8 @@ def build_environment(config: EnvironmentConfig) -> EnvironmentFactory:
     try:
         build()
     except TypeError as error:
-        raise ConfigError(f"environment.options: {config.name} refuses {config.options}: {error}") from error
+        name = as_written(config.name)
+        raise ConfigError(f"environment.options: {name} refuses {config.options}: {error}") from error
     return build
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-from offbeat_core import ConfigError, setting
+from offbeat_core import ConfigError, as_written, setting
 
 NEEDS_ANSWER = frozenset({"exact_match", "number_match", "math_verify"})
 """Rewards that compare with `Prompt.answer`."""
@@ -35,9 +35,10 @@ class RewardConfig:
         "",
         "exact_match, number_match, math_verify, reasoning_gym, judge, code, reward_model, or a Python function as "
         "module:function or file.py:function.",
+        path="function",
     )
     weights: dict[str, float] = setting(
-        {}, "Several rewards by name, each with its weight; the reward is their weighted sum."
+        {}, "Several rewards by name, each with its weight; the reward is their weighted sum.", path="function"
     )
     extract: str = setting(
         "all",
@@ -52,16 +53,28 @@ class RewardConfig:
     )
     ignore_case: bool = setting(False, "exact_match: take upper and lower case as equal.")
     tolerance: float = setting(1e-6, "number_match: relative difference that counts as equal.", ge=0, lt=1)
-    function_options: dict[str, Any] = setting({}, "Keyword arguments for functions, by their module:function name.")
+    function_options: dict[str, Any] = setting(
+        {}, "Keyword arguments for functions, by their module:function name.", path="function"
+    )
     signature: str = setting(
         "auto",
         "What functions were written for: offbeat's (prompt, completion), verl's compute_score, TRL's reward_func, "
         "OpenRLHF's reward_func; auto: recognised by the names of their parameters.",
         choices=("auto", "offbeat", "verl", "trl", "openrlhf"),
     )
-    judge: dict[str, Any] = setting({}, "Of the reward judge: url, model, template, pattern and more; docs/rewards.md.")
-    code: dict[str, Any] = setting({}, "Of the reward code: where tests are, limits, the sandbox; docs/rewards.md.")
-    reward_model: dict[str, Any] = setting({}, "Of the reward reward_model: path, device and more; docs/rewards.md.")
+    judge: dict[str, Any] = setting(
+        {},
+        "Of the reward judge: url, model, template, pattern and more; docs/rewards.md.",
+        path={"cache_folder": "output"},
+    )
+    code: dict[str, Any] = setting(
+        {},
+        "Of the reward code: where tests are, limits, the sandbox; docs/rewards.md.",
+        path={"packages": "input", "sandbox": "function"},
+    )
+    reward_model: dict[str, Any] = setting(
+        {}, "Of the reward reward_model: path, device and more; docs/rewards.md.", path={"path": "model"}
+    )
     timeout_s: float = setting(10.0, "Time to score one completion; after it the reward is 0 and counted.", "s", gt=0)
     num_processes: int = setting(
         8, "Processes that score side by side at most; one, and more only where completions wait.", "processes", ge=1
@@ -96,15 +109,22 @@ class RewardConfig:
 
     @property
     def all_weights(self) -> Mapping[str, float]:
-        """Every reward with its weight.
+        """Weights of rewards by their labels in metrics and reports: functions as the user wrote them.
 
         Raises:
-            ConfigError: none is named, or both ways of naming are used.
+            ConfigError: none is named, both ways of naming are used, or two have one label.
         """
         if bool(self.name) == bool(self.weights):
             got = "both" if self.name else "neither"
             raise ConfigError(f'reward: give either name or weights, got {got}; such as name = "number_match"')
-        return {self.name: 1.0} if self.name else self.weights
+        if len(self.all_names) < len(self.weights):
+            raise ConfigError(f"reward.weights: two functions are written alike: got {', '.join(self.weights)}")
+        return {label: 1.0 if self.name else self.weights[name] for label, name in self.all_names.items()}
+
+    @property
+    def all_names(self) -> Mapping[str, str]:
+        """Every reward as `find_function` takes it, by its label."""
+        return {as_written(name): name for name in ([self.name] if self.name else self.weights)}
 
     @property
     def uses_reward_model(self) -> bool:
@@ -157,5 +177,6 @@ class RewardConfig:
         for own in ("judge", "code", "reward_model"):
             if getattr(self, own) and own not in names:
                 raise ConfigError(f"the table reward.{own} has no effect: no reward of this run is named {own}")
-        if unused := sorted(set(self.function_options) - set(names)):
-            raise ConfigError(f"reward.function_options names {', '.join(unused)}, which is no reward of this run")
+        if unused := sorted(set(self.function_options) - set(self.all_names.values())):
+            names_text = ", ".join(map(as_written, unused))
+            raise ConfigError(f"reward.function_options names {names_text}, which is no reward of this run")

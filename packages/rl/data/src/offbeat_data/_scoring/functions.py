@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, Final
 
-from offbeat_core import ConfigError, OffbeatError, find_function
+from offbeat_core import ConfigError, OffbeatError, as_written, find_function
 from offbeat_data._datasets.prompts import Prompt
 from offbeat_data._scoring.config import RewardConfig
 from offbeat_data._sources.rows import find_column
@@ -201,13 +201,13 @@ class RewardFunction:
     """
 
     def __init__(self, name: str, config: RewardConfig) -> None:
-        self._name, self._options = name, dict(config.function_options.get(name, {}))
+        self._name, self._options = as_written(name), dict(config.function_options.get(name, {}))
         self._function = find_function("reward", name)
         self._parameters = _parameters_of(self._function)
         kind = self._kind(config.signature)
         self.signature = SIGNATURES[kind]
         origin = "as reward.signature says" if config.signature != "auto" else "by the names of its parameters"
-        self.note = f"{name}: called as {self.signature.words}, {origin}"
+        self.note = f"{self._name}: called as {self.signature.words}, {origin}"
         self.waits = _is_coroutine(self._function)
         self._check_bound()
 

@@ -187,8 +187,8 @@ def build_reward(config: RewardConfig) -> Reward:
     for name, weight in config.all_weights.items():
         if not math.isfinite(weight):
             raise ConfigError(f"reward.weights: {name} needs a finite number, got {weight!r}")
-    names = [name for name in config.all_weights if name != "reward_model"]
-    return Reward({name: _build_scorer(name, config) for name in names}, config.all_weights)
+    named = {label: name for label, name in config.all_names.items() if name != "reward_model"}
+    return Reward({label: _build_scorer(name, config) for label, name in named.items()}, config.all_weights)
 
 
 def _build_scorer(name: str, config: RewardConfig) -> Scorer:

@@ -60,10 +60,15 @@ def read_files(files: Iterable[Path], limit: int) -> list[Row]:
     return rows
 
 
-def require_path(path: Path) -> None:
-    """Refuse a path where nothing is, or no file and no folder: a pipe would be waited for without an end."""
+def require_path(path: Path, written: str = "") -> None:
+    """Refuse a path where nothing is, or no file and no folder: a pipe would be waited for without an end.
+
+    Args:
+        path: of rows.
+        written: the same as the configuration has it, which advice is about.
+    """
     if not path.exists():
-        advice = path_advice(str(path), is_dataset=True) or f"give {_FORMS}"
+        advice = path_advice(written or str(path), is_dataset=True) or f"give {_FORMS}"
         raise DataError(f"data path {path.absolute()} does not exist: {advice}")
     if not (path.is_file() or path.is_dir()):
         raise DataError(

@@ -10,7 +10,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_core import REQUIRED, ConfigError, DataError, find_hub_name, setting, user_path
+from offbeat_core import REQUIRED, ConfigError, DataError, as_written, find_hub_name, setting, user_path
 from offbeat_data._chat.template import DECIDED_VARIABLES
 from offbeat_data._sources.hub_rows import fetch_split
 from offbeat_data._sources.openenv_server import draw_tasks
@@ -213,9 +213,25 @@ def check_data_paths(config: SourceConfig) -> None:
         DataError: with the path, and what it may be.
     """
     for path in filter(None, (config.path, config.eval_path)):
-        if path.partition(":")[0] not in _SCHEMES and find_hub_name(path, "dataset") is None:
+        if _is_local(path):
             with suppress(OSError):  # such as no right to look: the reader says so
-                require_path(user_path(path))
+                require_path(user_path(path), path)
+
+
+def check_rows(config: SourceConfig) -> None:
+    """Read rows of files without a tokenizer; those that would be fetched or drawn are left out.
+
+    Raises:
+        DataError: they cannot be read, or there are too few.
+        ConfigError: a setting does not fit them.
+    """
+    check_data_paths(config)
+    if config.path and all(map(_is_local, filter(None, (config.path, config.eval_path)))):
+        read_sources(config, lambda _: None)
+
+
+def _is_local(path: str) -> bool:
+    return path.partition(":")[0] not in _SCHEMES and find_hub_name(path, "dataset") is None
 
 
 def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSets:
@@ -235,7 +251,7 @@ def read_sources(config: SourceConfig, question: Callable[[Row], Any]) -> RowSet
     kept = [row for row in train if key(row) not in hidden] if hidden else train
     if not kept:
         raise DataError(
-            f"{config.path}: every row is held out as well, which leaves nothing to train on; "
+            f"{as_written(config.path)}: every row is held out as well, which leaves nothing to train on; "
             f"lower data.eval_size, or hold out other data"
         )
     return RowSets(train=kept, held_out=held_out, num_shared=len(train) - len(kept))
@@ -296,7 +312,8 @@ def _read(config: SourceConfig, path: str, split: str, limit: int) -> list[Row]:
 def _hold_out(config: SourceConfig, rows: list[Row]) -> tuple[list[Row], list[Row]]:
     if config.eval_size >= len(rows):
         raise DataError(
-            f"data.eval_size = {config.eval_size} leaves nothing to train on: {config.path} has {len(rows)} rows"
+            f"data.eval_size = {config.eval_size} leaves nothing to train on: {as_written(config.path)} has "
+            f"{len(rows)} rows"
         )
     if not config.eval_size:
         return rows, []

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from offbeat_core import DataError, Metrics, ShapeError, find_function
+from offbeat_core import DataError, Metrics, ShapeError, as_written, find_function
 from offbeat_objectives._advantages.estimators import (
     ADVANTAGE_FUNCTIONS,
     AdvantageFunction,
@@ -145,9 +145,13 @@ def _check_own(config: AlgorithmConfig, found: Advantages, sequence_N: Tensor) -
     named = {"advantages_N": found.advantages_N, **found.metrics_N}
     wrong = {name: tuple(values_N.shape) for name, values_N in named.items() if values_N.shape != sequence_N.shape}
     if wrong:
-        raise ShapeError(f"algorithm.advantage {config.advantage} must return {tuple(sequence_N.shape)}: got {wrong}")
+        raise ShapeError(
+            f"algorithm.advantage {as_written(config.advantage)} must return {tuple(sequence_N.shape)}: got {wrong}"
+        )
     if not bool(found.advantages_N.isfinite().all()):
-        raise DataError(f"algorithm.advantage {config.advantage} returned advantages that are no finite numbers")
+        raise DataError(
+            f"algorithm.advantage {as_written(config.advantage)} returned advantages that are no finite numbers"
+        )
 
 
 def _mean_metrics(found: Advantages) -> Metrics:

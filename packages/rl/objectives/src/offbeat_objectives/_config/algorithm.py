@@ -74,6 +74,7 @@ class AlgorithmConfig:
         "with _baseline after the prompt's mean; remax subtracts the greedy reward; gae asks a critic, trained "
         "beside the policy; none leaves rewards out, and only a teacher teaches. Or a Python function as "
         "module:function, which gets RewardedSamples and this section and returns Advantages.",
+        path="function",
     )
     gamma: float = setting(1.0, "Discount per token, for reinforce_plus_plus and gae.", "per token", gt=0, le=1)
     gae_lambda: float | None = setting(
@@ -84,6 +85,7 @@ class AlgorithmConfig:
         "The policy objective: ppo_clip, gspo, cispo, sapo (gates where the others clip), gmpo, clip_cov and kl_cov "
         "(hold back tokens that lower the entropy most), gpg (no ratio), dppo_tv and dppo_kl (bound a divergence), or "
         "a Python function as module:function, which gets PolicyTokens and this section and returns a Surrogate.",
+        path="function",
     )
     clip_low: float | None = setting(
         None,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Final
 
-from offbeat_core import METADATA_KEY, ConfigError, find_function, read_options
+from offbeat_core import METADATA_KEY, ConfigError, as_written, find_function, read_options
 from offbeat_objectives._config.algorithm import (
     ADVANTAGES,
     AUTO,
@@ -77,9 +77,9 @@ def _out_of_bounds(config: AlgorithmConfig) -> Complaints:
 
 
 def _advantage(config: AlgorithmConfig, samples_per_prompt: int) -> Complaints:
-    name = config.advantage
+    name = as_written(config.advantage)
     if config.has_own_advantage:
-        find_function("algorithm.advantage", name)
+        find_function("algorithm.advantage", config.advantage)
     elif name not in ADVANTAGES:
         yield _unknown("advantage", name, ADVANTAGES)
     if samples_per_prompt < 2 and name in COMPARING_ADVANTAGES:

@@ -37,6 +37,9 @@ _ADDRESS: Final = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
 _OF_THE_HUB: Final = re.compile(r"(?:(?:www\.)?huggingface\.co/|hf\.co/)?(?:datasets/|models/)?([^/]+/[^/@?#]+)")
 _VARIABLE: Final = re.compile(r"\$([A-Za-z_]\w*)")
 
+RELATIVE_FROM: Final = "/./"
+"""Follows, in a path of a loaded configuration, the folder that what the user wrote is relative to."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class HubName:
@@ -80,13 +83,10 @@ def find_hub_name(path: str, kind: HubKind) -> HubName | None:
             hub: before it a local path of the same name is not looked for.
         kind: of the repository; a model has no config and no split.
     """
-    found = _NAME.fullmatch(path)
-    if found is None:
+    if not is_hub_name(path):
         return None
-    if not found["forced"]:
-        owner = path.partition("/")[0]
-        if "/" not in found["repository"] or path.endswith(_FILE_ENDINGS) or os.path.isdir(owner):
-            return None
+    found = _NAME.fullmatch(path)
+    assert found is not None
     if kind == "model" and found["config"]:
         raise ConfigError(f"{path}: a model has no part {found['config']}: give OWNER/NAME or OWNER/NAME@REVISION")
     return HubName(
@@ -95,6 +95,20 @@ def find_hub_name(path: str, kind: HubKind) -> HubName | None:
         split=found["split"] or "",
         revision=found["revision"] or "",
     )
+
+
+def is_hub_name(path: str, folder: str = "") -> bool:
+    """Return whether a path is a name of the Hub, and its owner no folder here.
+
+    Args:
+        path: as the user wrote it.
+        folder: that relative paths are relative to; empty: the working folder.
+    """
+    found = _NAME.fullmatch(path)
+    if found is None or found["forced"]:
+        return found is not None
+    is_local = os.path.isdir(os.path.join(folder, path.partition("/")[0]))
+    return "/" in found["repository"] and not path.endswith(_FILE_ENDINGS) and not is_local
 
 
 def path_advice(path: str, *, is_dataset: bool = False) -> str:
@@ -107,6 +121,8 @@ def path_advice(path: str, *, is_dataset: bool = False) -> str:
     Returns:
         A sentence; empty where the path is none of these.
     """
+    folder, _, written = path.partition(RELATIVE_FROM)
+    folder, path = (folder, written) if written else ("", path)
     if address := _ADDRESS.fullmatch(path):
         return _of_address(address[1].lower(), address[2])
     if variable := _VARIABLE.search(path):
@@ -115,7 +131,8 @@ def path_advice(path: str, *, is_dataset: bool = False) -> str:
         kind = "a pattern" if "*" in path else "a list"
         return f"{kind} is not read: give one path" + (", or a folder of the files" if is_dataset else "")
     owner = path.partition("/")[0]
-    if _NAME.fullmatch(path) and owner != path and os.path.isdir(owner) and not path.endswith(_FILE_ENDINGS):
+    is_here = os.path.isdir(os.path.join(folder, owner))
+    if _NAME.fullmatch(path) and owner != path and is_here and not path.endswith(_FILE_ENDINGS):
         return f"write hub:{path} where the Hub is meant: the folder {owner} is here"
     return ""
 
@@ -127,6 +144,11 @@ def _of_address(scheme: str, rest: str) -> str:
     if found and _NAME.fullmatch(found[1]):
         return f"give its name on the Hub alone: {found[1]}"
     return "addresses are not fetched: download it and give the path"
+
+
+def as_written(path: str) -> str:
+    """Return a path of a loaded configuration as the user wrote it; also FILE.py:FUNCTION."""
+    return path.partition(RELATIVE_FROM)[2] or path
 
 
 def user_path(path: str | os.PathLike[str]) -> Path:
