@@ -465,11 +465,15 @@ async def test_a_budget_without_room_for_a_row_is_refused(folder, run):
 
 @pytest.mark.asyncio
 @pytest.mark.parametrize("limit", [16, 48])
-async def test_long_prompts_are_computed_beside_the_decoding_of_others(folder, device, open_engine, limit):
-    """Others draw a token in each step; each step is read only when the next has begun; samples are those of alone."""
+@pytest.mark.parametrize("num_short", [2, 3])
+async def test_long_prompts_are_computed_beside_the_decoding_of_others(folder, device, open_engine, limit, num_short):
+    """Others draw a token in each step; each step is read only when the next has begun; samples are those of alone.
+
+    Steps of three samples compute four rows, of which the last may be that of a prompt.
+    """
     options = {"static_rows": True, "graphs": False, "prefill_beside_decoding": limit}
     asked = [
-        request("short", prompt=6, num_samples=2, max_tokens=60),
+        request("short", prompt=6, num_samples=num_short, max_tokens=60),
         request("long", prompt=150, num_samples=2, max_tokens=12),
         request("other", prompt=90, max_tokens=12),
     ]

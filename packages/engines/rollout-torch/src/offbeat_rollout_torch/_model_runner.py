@@ -170,10 +170,8 @@ class ModelRunner:
             self._prefill(chunks)
             self.scheduler.copy_prompts()  # to the others of a group, which begin with the first of it
         order = [None if one.num_pending > 1 else one for one in self.scheduler.decode_order()]
-        while order and order[-1] is None:
-            order.pop()
         self.num_decoding = sum(one is not None for one in order)
-        if order:
+        if self.num_decoding:
             self._decode_ahead(static, order)
 
     def _decode_ahead(self, static: StaticDecoder, order: Sequence[Sample | None]) -> None:

@@ -133,13 +133,14 @@ class StaticDecoder:
         if not inputs.is_same(self._inputs):
             self.forget()
             self._inputs = inputs
+        drawing = [(row, sample) for row, sample in enumerate(samples) if sample is not None]
+        num_rows = min(_bucket(drawing[-1][0] + 1), inputs.block.num_rows)
+        samples = samples[:num_rows]  # with those that wait behind the last sample: they write, too
         self._arrange(samples, before)
-        drawing = [sample for sample in samples if sample is not None]
-        longest = max(sample.num_cached for sample in drawing) + 1
-        is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for sample in drawing)
-        num_rows, num_places = inputs.block.num_rows, inputs.block.capacity
-        attended = num_places if self._step.by_length else min(_places(longest), num_places)
-        shape = StepShape(min(_bucket(len(samples)), num_rows), attended, is_cut)
+        longest = max(sample.num_cached for _, sample in drawing) + 1
+        is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for _, sample in drawing)
+        attended = inputs.block.capacity if self._step.by_length else min(_places(longest), inputs.block.capacity)
+        shape = StepShape(num_rows, attended, is_cut)
         self._run(shape, inputs)
         ids, logprobs = self._whole_numbers[0, : len(samples)], self._logprobs[: len(samples)]
         return StepInFlight(samples, self._device.copy_to_host(ids), self._device.copy_to_host(logprobs))
