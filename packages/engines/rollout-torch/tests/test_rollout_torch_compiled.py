@@ -1,9 +1,10 @@
-"""Compiled decoding steps compute what the steps compute as they are written, in few kernels and few graphs."""
+"""Compiled steps compute what the steps compute as they are written, in few kernels and few graphs."""
 
 import asyncio
 import re
 import shutil
 from collections import Counter
+from functools import partial
 
 import numpy as np
 import pytest
@@ -24,7 +25,8 @@ from offbeat_rollout_torch._static_rows import compiled
 from offbeat_rollout_torch._static_rows.cache import StaticCache
 from offbeat_rollout_torch._static_rows.compiled import CompiledStep, choose_step
 from offbeat_rollout_torch._static_rows.decoder import PlainStep, StaticDecoder, StepInputs, StepShape
-from offbeat_rollout_torch._static_rows.length_attention import SPLITS, attend_by_length
+from offbeat_rollout_torch._static_rows.length_attention import SPLITS, attend_by_length, attend_segments
+from offbeat_rollout_torch._static_rows.prefill import PASS_SEGMENTS, PassShape
 from offbeat_testing import tiny_model
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
@@ -101,7 +103,7 @@ class RepeatingDevice:
     """The CPU as a device that records work: it does it again. Nothing may be compiled meanwhile."""
 
     def __init__(self, counter=None):
-        self._cpu, self._counter, self.num_recorded = open_device("cpu"), counter, 0
+        self._cpu, self._counter, self.recorded = open_device("cpu"), counter, []
 
     def __getattr__(self, name):
         return getattr(self._cpu, name)
@@ -113,7 +115,7 @@ class RepeatingDevice:
         before = self._counter and self._counter.frame_count
         work()  # twice in all, as a step is before it is recorded; a recording would not do it
         assert before == (self._counter and self._counter.frame_count), "compiled while work is recorded"
-        self.num_recorded += 1
+        self.recorded.append(work.args[0])
         return work
 
 
@@ -150,11 +152,16 @@ async def test_samples_are_those_of_plain_steps_and_nothing_is_compiled_after_th
 ):
     device = RepeatingDevice(count_graphs)
     monkeypatch.setattr(_engine, "open_device", lambda name: device)
-    plain = await run(folder, together, max_running=40, dtype="float32", options={"compile_steps": "off"})
+    plain = await run(
+        folder, together, max_running=24, max_model_len=256, dtype="float32", options={"compile_steps": "off"}
+    )
     assert count_graphs.frame_count == 0
-    found = await run(folder, together, max_running=40, dtype="float32")
-    assert 0 < count_graphs.frame_count <= 16, "auto compiles where the device records work"
-    assert 3 < device.num_recorded <= 2 * 7, "steps of other lengths are recorded again"
+    found = await run(folder, together, max_running=24, max_model_len=256, dtype="float32")
+    # Three of prompts.
+    assert 0 < count_graphs.frame_count <= 16 + 3, "auto compiles where the device records work"
+    num_passes = sum(isinstance(shape, PassShape) for shape in device.recorded)
+    assert 0 < num_passes <= len(PASS_SEGMENTS), "prompts of other lengths are recorded again"
+    assert 3 < len(device.recorded) - num_passes <= 2 * 7, "steps of other lengths are recorded again"
     num_differing = 0
     for one, other in zip(found, plain, strict=True):
         differs = np.flatnonzero(one.ids != other.ids)
@@ -235,9 +242,11 @@ def test_a_compiled_layer_is_five_kernels_beside_products_and_attention(num_rows
     both = fixed(torch.ones(num_rows, 2 * a.intermediate_size, **half))
     with torch.inference_mode():
         norms = count_kernels(compiled.add_norm, x, x.clone(), norm, a.norm_eps, torch.bfloat16)
-        heads = count_kernels(compiled.store_heads, qkv, qk_norm, turns, kv, places, a.norm_eps, True)
+        heads = count_kernels(compiled.store_heads, qkv, qk_norm, turns, kv, places, None, a.norm_eps, True)
+        of_prompts = count_kernels(compiled.store_heads, qkv, qk_norm, turns, kv, places, places, a.norm_eps, True)
         activation = count_kernels(compiled.swiglu, both)
     assert 2 * norms + heads + activation <= 5
+    assert of_prompts == heads
 
 
 @pytest.mark.parametrize("num_rows", [1, 5])
@@ -284,8 +293,8 @@ class CountedOperators(TorchDispatchMode):
         return call
 
 
-def count_operators(step, num_layers, num_rows, is_cut, monkeypatch):
-    """Return the operators of a step of Qwen3-0.6B on tensors without memory, which refuse to be read."""
+def count_operators(step, num_layers, work_of, monkeypatch):
+    """Return the operators of work of Qwen3-0.6B on tensors without memory, which refuse to be read."""
     a, device, operators = qwen3(num_layers), open_device("cpu"), CountedOperators()
     monkeypatch.setattr(compiled, "_fast", operators.as_one)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
@@ -297,7 +306,7 @@ def count_operators(step, num_layers, num_rows, is_cut, monkeypatch):
         decoder = StaticDecoder(cache, device, 512, step, records=False)
         inputs = StepInputs(weights, rotations(a, 512), cache.block)
         with operators:
-            decoder._work(StepShape(num_rows, 256, is_cut), inputs)
+            work_of(decoder)(inputs)
     return operators.counts
 
 
@@ -309,9 +318,27 @@ def count_operators(step, num_layers, num_rows, is_cut, monkeypatch):
 def test_a_step_waits_for_nothing_and_has_few_operators(step, of_layer, outside, of_cut, num_rows, monkeypatch):
     """Products, attention, and compiled parts, of which each is the kernels that are counted above."""
     for is_cut in (False, True):
-        half, whole = (count_operators(step, layers, num_rows, is_cut, monkeypatch) for layers in (14, 28))
+        shape = StepShape(num_rows, 256, is_cut)
+        half, whole = (
+            count_operators(step, layers, lambda decoder, shape=shape: partial(decoder._work, shape), monkeypatch)
+            for layers in (14, 28)
+        )
         assert (whole.total() - half.total()) / 14 <= of_layer, whole - half
         assert 2 * half.total() - whole.total() <= outside + of_cut * is_cut, half
+
+
+@pytest.mark.parametrize("num_segments", PASS_SEGMENTS[::4])
+@pytest.mark.parametrize(
+    ("step", "of_layer", "outside"), [(PlainStep(), 16 + 3, 24), (CompiledStep(SPLITS, prefills=True), 9, -6)]
+)
+def test_a_pass_waits_for_nothing_and_has_few_operators(step, of_layer, outside, num_segments, monkeypatch):
+    """As many of a layer as a decoding step, and compiled fewer of the last; with a mask three copies more of each."""
+    half, whole = (
+        count_operators(step, layers, lambda decoder: partial(decoder._pass, PassShape(num_segments, 256)), monkeypatch)
+        for layers in (14, 28)
+    )
+    assert (whole.total() - half.total()) / 14 <= of_layer, whole - half
+    assert 2 * half.total() - whole.total() <= outside, half
 
 
 def test_steps_that_cannot_be_traced_run_as_they_are(count_graphs, folder, caplog, monkeypatch):
@@ -356,6 +383,20 @@ def test_attention_that_computes_something_else_is_masked(folder, caplog, monkey
     assert isinstance(step, CompiledStep)
     assert not step.by_length
     assert "decoding steps attend with a mask, which is slower: other log-probabilities" in caplog.text
+
+
+def test_prompts_that_are_computed_otherwise_run_as_they_are(folder, caplog, monkeypatch):
+    """While decoding steps are compiled all the same."""
+
+    def wrong(queries, *others):
+        return 0 * queries
+
+    monkeypatch.setattr(compiled, "_fast", lambda function: wrong if function is attend_segments else function)
+    step = choose_step("on", load(folder, torch.float32), RepeatingDevice())
+    assert isinstance(step, CompiledStep)
+    assert step.by_length
+    assert not step.prefills_by_length
+    assert "prompts run uncompiled, which is slower: other log-probabilities" in caplog.text
 
 
 def test_steps_run_while_another_thread_compiles(monkeypatch):

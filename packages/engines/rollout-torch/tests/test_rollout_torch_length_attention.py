@@ -13,15 +13,18 @@ from offbeat_device import prepare_compiler
 from offbeat_rollout_torch._cache import Block
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._static_rows import compiled
-from offbeat_rollout_torch._static_rows.compiled import LengthAttention
+from offbeat_rollout_torch._static_rows.compiled import LengthAttention, SegmentLengthAttention
 from offbeat_rollout_torch._static_rows.decoder import places_mask
 from offbeat_rollout_torch._static_rows.length_attention import (
     BLOCKS_TO_FILL,
     KEY_BLOCK,
     SPLITS,
     choose_splits,
+    count_listed,
+    segment_blocks,
     split_blocks,
 )
+from offbeat_rollout_torch._static_rows.prefill import EMPTY, SEGMENT_TOKENS, Layout, Segment, SegmentAttention
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 ROUNDING = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
@@ -117,6 +120,34 @@ def test_generated_code_reads_no_block_behind_a_row(dtype, sizes, fresh):
         for num_rows in (2, 9, 31):
             places = torch.randint(0, NUM_PLACES, (num_rows,), generator=draws).tolist()
             attend_both_ways(places, 1, sizes, dtype, spoiled=True)
+
+
+@NEEDS_COMPILER
+def test_generated_code_reads_no_block_of_another_row_or_behind_a_segment(fresh):
+    """Rows begin within blocks, as they are four and a half long."""
+    sizes = num_kv_heads, num_queries, head_dim = 2, 2, 32
+    segments = [Segment(0, 0, [1] * 64), Segment(0, 64, [1] * 9), Segment(3, 100, [1] * 64), Segment(2, 511, [1] * 5)]
+    block = Block(5, NUM_PLACES, architecture(*sizes), torch.empty(0))
+    numbers = torch.Generator().manual_seed(0)
+    block.kv.normal_(generator=numbers)
+    layout = Layout.of(torch.tensor([each.numbers() for each in (*segments, EMPTY)]), NUM_PLACES - 1)
+    lists = layout.slots_Z, layout.ends_Z, num_kv_heads * num_queries, num_kv_heads, NUM_PLACES, count_listed(block)
+    queries = torch.randn(layout.ids_B.numel(), num_kv_heads * num_queries, head_dim, generator=numbers)
+    wanted = SegmentAttention(block, layout, NUM_PLACES, architecture(*sizes), torch.float32).attend(0, queries)
+    flat, held = block.kv.view(2, -1, head_dim), torch.zeros(block.kv[0, 0].numel() // head_dim, dtype=torch.bool)
+    for segment in (*segments, EMPTY):
+        for head in range(num_kv_heads):
+            first = (segment.slot * num_kv_heads + head) * NUM_PLACES
+            last = first + max(segment.end - 1, 0)
+            held[first // KEY_BLOCK * KEY_BLOCK : (last // KEY_BLOCK + 1) * KEY_BLOCK] = True
+    assert not held.all()
+    flat[:, ~held] = torch.nan
+    with torch.inference_mode():
+        found = SegmentLengthAttention(block, layout.places_ZT, *segment_blocks(*lists)).attend(0, queries)
+    for index, segment in enumerate(segments):
+        tokens = slice(index * SEGMENT_TOKENS, index * SEGMENT_TOKENS + len(segment.ids))
+        torch.testing.assert_close(found[tokens], wanted[tokens], atol=2e-5, rtol=0)
+    assert found.isfinite().all()
 
 
 @settings(max_examples=200)

@@ -42,6 +42,7 @@ from offbeat_rollout_torch._scheduler import RequestState, Scheduler, StopCriter
 from offbeat_rollout_torch._static_rows.cache import StaticCache, static_row_tokens
 from offbeat_rollout_torch._static_rows.compiled import choose_step
 from offbeat_rollout_torch._static_rows.decoder import StaticDecoder
+from offbeat_rollout_torch._static_rows.prefill import SEGMENT_TOKENS
 from offbeat_rollout_torch._worker import Worker
 from offbeat_weightsync import DequantizedStream
 
@@ -71,7 +72,11 @@ class TorchRolloutOptions:
     )
     max_prefill_tokens: int = setting(2048, "Prompt tokens of one step; longer prompts take several.", "tokens", ge=16)
     prefill_beside_decoding: int = setting(
-        512, "Prompt tokens of one step of static rows in which other samples decode.", "tokens", ge=16
+        512,
+        "Prompt tokens of one step of static rows in which other samples decode; where steps are recorded, a prompt "
+        "counts in multiples of 64.",
+        "tokens",
+        ge=16,
     )
     pack_weights: bool = setting(True, "Hold large matrices in oneDNN's layout on the CPU: 2 to 3 times as fast.")
 
@@ -80,11 +85,14 @@ class TorchRolloutOptions:
         "Decode in rows of max_model_len tokens, taken at once, with tokens and draws on the device and read one step "
         "late; none: where the device records work, which is CUDA.",
     )
-    graphs: bool = setting(True, "Record a decoding step of static rows and repeat it by one call, on CUDA.")
+    graphs: bool = setting(
+        True, "Record steps of static rows, decoding and prompts, and repeat each by one call, on CUDA."
+    )
     compile_steps: str = setting(
         "auto",
-        "Compile the small operators of decoding steps of static rows with torch.compile: auto does on a device that "
-        "records work and whose compiler is complete; on refuses to start where it cannot.",
+        "Compile the small operators of steps of static rows with torch.compile, those of prompts where they are "
+        "recorded: auto does on a device that records work and whose compiler is complete; on refuses to start where "
+        "decoding steps cannot be compiled.",
         choices=("auto", "on", "off"),
     )
 
@@ -206,7 +214,11 @@ class TorchRolloutEngine:
         cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)
         options = self._options
         scheduler = Scheduler(
-            cache, self._config.max_running, options.max_prefill_tokens, options.prefill_beside_decoding
+            cache,
+            self._config.max_running,
+            options.max_prefill_tokens,
+            options.prefill_beside_decoding,
+            SEGMENT_TOKENS if static and static.records else 1,
         )
         return ModelRunner(scheduler, weights, self._stop_criteria, static)
 

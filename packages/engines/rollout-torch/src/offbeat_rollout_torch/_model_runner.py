@@ -167,12 +167,23 @@ class ModelRunner:
         """
         chunks = self.scheduler.prefill_chunks_ahead()
         if chunks:
-            self._prefill(chunks)
+            self._prefill_ahead(static, chunks)
             self.scheduler.copy_prompts()  # to the others of a group, which begin with the first of it
         order = [None if one.num_pending > 1 else one for one in self.scheduler.decode_order()]
         self.num_decoding = sum(one is not None for one in order)
         if self.num_decoding:
             self._decode_ahead(static, order)
+
+    def _prefill_ahead(self, static: StaticDecoder, chosen: Sequence[tuple[Sample, Chunk]]) -> None:
+        """Queue chunks of prompts, in passes that can be recorded where the device records work."""
+        if not static.records:
+            self._prefill(chosen)
+            return
+        self.scheduler.cache.allocate()
+        static.prefill(self.weights, self._rotations, chosen)
+        for _, chunk in chosen:
+            chunk.row.cached += chunk.num_tokens
+            self.num_prefilled += chunk.num_tokens
 
     def _decode_ahead(self, static: StaticDecoder, order: Sequence[Sample | None]) -> None:
         """Queue the next step, and only then read the one in flight."""

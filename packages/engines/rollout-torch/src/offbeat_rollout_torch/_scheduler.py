@@ -154,13 +154,19 @@ class Scheduler:
         max_running: samples at most.
         max_prefill_tokens: of one step.
         tokens_beside_decoding: of one step in which other samples decode.
+        segment_tokens: tokens that a chunk beside decoding is computed in multiples of.
     """
 
     def __init__(
-        self, cache: KVCache, max_running: int, max_prefill_tokens: int, tokens_beside_decoding: int = 512
+        self,
+        cache: KVCache,
+        max_running: int,
+        max_prefill_tokens: int,
+        tokens_beside_decoding: int = 512,
+        segment_tokens: int = 1,
     ) -> None:
         self.cache, self._max_running, self.max_prefill_tokens = cache, max_running, max_prefill_tokens
-        self._tokens_beside_decoding = tokens_beside_decoding
+        self._tokens_beside_decoding, self._segment_tokens = tokens_beside_decoding, segment_tokens
         self.requests: dict[str, RequestState] = {}
         self.running: list[Sample] = []
         self.waiting: deque[Sample] = deque()
@@ -236,7 +242,7 @@ class Scheduler:
 
         What the samples of a request share is computed with the first of them; the others wait for it.
         """
-        return self._choose_chunks(self.max_prefill_tokens, leaving=0)
+        return self._choose_chunks(self.max_prefill_tokens, leaving=0, multiple=1)
 
     def prefill_chunks_ahead(self) -> list[tuple[Sample, Chunk]]:
         """Choose prompts to compute beside a decoding step, all but their last token, which is decoded.
@@ -245,10 +251,13 @@ class Scheduler:
         """
         decodes = any(sample.num_pending < 2 for sample in self.running)
         limit = min(self._tokens_beside_decoding, self.max_prefill_tokens) if decodes else self.max_prefill_tokens
-        return self._choose_chunks(limit, leaving=1)
+        return self._choose_chunks(limit, leaving=1, multiple=self._segment_tokens)
 
-    def _choose_chunks(self, budget: int, leaving: int) -> list[tuple[Sample, Chunk]]:
-        """Choose chunks of at most `budget` tokens, and of no prompt its last `leaving` tokens."""
+    def _choose_chunks(self, budget: int, leaving: int, multiple: int) -> list[tuple[Sample, Chunk]]:
+        """Choose chunks of at most `budget` tokens, and of no prompt its last `leaving` tokens.
+
+        A chunk counts as a multiple of `multiple` tokens.
+        """
         chosen, leading = list[tuple[Sample, Chunk]](), set[str]()
         for sample in self.running:
             request, row, num_tokens = sample.request, sample.row, sample.num_pending
@@ -263,7 +272,7 @@ class Scheduler:
             if is_shared and prefix is not None:
                 row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
             if num_tokens := min(num_tokens, budget):
-                budget -= num_tokens
+                budget = max(budget - -(-num_tokens // multiple) * multiple, 0)
                 chosen.append((sample, Chunk(row, num_tokens)))
         return sorted(chosen, key=lambda pair: (prefill_group(pair[1]), pair[1].row.index))
 

@@ -256,7 +256,7 @@ class Worker:
         """Free the cache, and at level 2 the weights; the process has less memory when this returns.
 
         Where rows are static, addresses stay if the device can do that, and so do recorded steps, with the memory that
-        they compute in: about that of one step.
+        they compute in: about that of one step, or of the largest pass of prompts.
         """
         self._settle()
         runner = self._runner

@@ -6,15 +6,16 @@ counts on, and leaves it in place of the last; so the next step may begin before
 reads it one step late, and does not use what a sample has drawn after its end.
 
 A step's shapes are few: so many rows, so many places of each, with a cut or without. Where the device records work (see
-`offbeat_device.Device.work_graphs`), the second step of a shape is recorded, and is one call from then on. Weights are
-written in place, so recordings stay valid; other weights or another block begin anew.
+`offbeat_device.Device.work_graphs`), the second step of a shape is recorded, and is one call from then on. So is a pass
+of prompts, of which there are few shapes too (see `prefill`). Weights are written in place, so recordings stay valid;
+other weights or another block begin anew.
 
 Shapes: B rows of a step, H query heads, K kv heads, G = H / K, D head_dim, C places, S rows of the cache.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Final, NamedTuple
 
 import torch
@@ -22,13 +23,25 @@ import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
 from offbeat_core import SamplingParams
-from offbeat_device import Device, WorkGraphs
+from offbeat_device import Device, WorkGraphs, copy_to_device
+from offbeat_rollout_torch._attention import Chunk
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, Block, flat_positions
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._sampling import RowParams, device_uniforms, draw_rows, row_numbers, seed_states
 from offbeat_rollout_torch._scheduler import Sample
 from offbeat_rollout_torch._static_rows.cache import StaticCache
+from offbeat_rollout_torch._static_rows.prefill import (
+    MASKED_SEGMENTS,
+    PASS_SEGMENTS,
+    SEGMENT_NUMBERS,
+    SEGMENT_TOKENS,
+    Layout,
+    PassShape,
+    SegmentAttention,
+    cut_segments,
+    passes,
+)
 
 WHOLE_NUMBERS: Final = 4
 """Integers of a row: its last token, the place of that, how many it has drawn, and `seed_states` of its seed."""
@@ -85,7 +98,7 @@ class StepInputs(NamedTuple):
 
 
 class StaticDecoder:
-    """Queues decoding steps on the device.
+    """Queues decoding steps, and passes of prompts, on the device.
 
     Args:
         cache: of the samples.
@@ -103,15 +116,39 @@ class StaticDecoder:
         self._whole_numbers = torch.zeros(WHOLE_NUMBERS, cache.num_rows, dtype=torch.int64, device=target)
         self._params = torch.ones(PARAM_NUMBERS, cache.num_rows, device=target)
         self._logprobs = torch.zeros(cache.num_rows, device=target)
+        numbers_of_segment = SEGMENT_NUMBERS + SEGMENT_TOKENS
+        self._segments = torch.zeros(PASS_SEGMENTS[-1], numbers_of_segment, dtype=torch.int64, device=target)
         self._inputs: StepInputs | None = None
         self.forget()
 
     def forget(self) -> None:
         """Let go of recorded steps, their memory, and what they read."""
         self._inputs = None
-        self._seen = set[StepShape]()
-        self._recorded: dict[StepShape, Callable[[], None]] = {}
+        self._seen = set[StepShape | PassShape]()
+        self._recorded: dict[StepShape | PassShape, Callable[[], None]] = {}
         self._graphs: WorkGraphs | None = self._device.work_graphs() if self._records else None
+
+    @property
+    def records(self) -> bool:
+        """Return whether the device records work, and may."""
+        return self._graphs is not None
+
+    def prefill(self, weights: DecoderWeights, rotations_PC2: Tensor, chosen: Sequence[tuple[Sample, Chunk]]) -> None:
+        """Queue passes that store keys and values of chunks of prompts, and wait for nothing.
+
+        Args:
+            weights: frozen.
+            rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
+            chosen: chunks of samples in this cache's rows, which have memory; without images or adapters.
+        """
+        inputs = self._take(weights, rotations_PC2)
+        by_length, capacity = self._step.prefills_by_length, inputs.block.capacity
+        for segments in passes(cut_segments(chosen), PASS_SEGMENTS[-1] if by_length else MASKED_SEGMENTS):
+            numbers = [segment.numbers() for segment in segments]
+            self._segments[: len(segments)].copy_(self._send(numbers, torch.int64))
+            longest = max(segment.end for segment in segments)
+            shape = PassShape(len(segments), capacity if by_length else min(_places(longest), capacity))
+            self._run(shape, partial(self._pass, shape, inputs))
 
     def start(
         self,
@@ -129,10 +166,7 @@ class StaticDecoder:
                 Not all of them wait.
             before: those of the step that is in flight; empty: none is, and the host knows every sample's last token.
         """
-        inputs = StepInputs(weights, rotations_PC2, self.cache.block)
-        if not inputs.is_same(self._inputs):
-            self.forget()
-            self._inputs = inputs
+        inputs = self._take(weights, rotations_PC2)
         drawing = [(row, sample) for row, sample in enumerate(samples) if sample is not None]
         num_rows = min(_bucket(drawing[-1][0] + 1), inputs.block.num_rows)
         samples = samples[:num_rows]  # with those that wait behind the last sample: they write, too
@@ -141,9 +175,17 @@ class StaticDecoder:
         is_cut = any(sample.params.is_cut and sample.params.temperature > 0 for _, sample in drawing)
         attended = inputs.block.capacity if self._step.by_length else min(_places(longest), inputs.block.capacity)
         shape = StepShape(num_rows, attended, is_cut)
-        self._run(shape, inputs)
+        self._run(shape, partial(self._work, shape, inputs))
         ids, logprobs = self._whole_numbers[0, : len(samples)], self._logprobs[: len(samples)]
         return StepInFlight(samples, self._device.copy_to_host(ids), self._device.copy_to_host(logprobs))
+
+    def _take(self, weights: DecoderWeights, rotations_PC2: Tensor) -> StepInputs:
+        """Return what steps read, and forget what was recorded with other weights or another block."""
+        inputs = StepInputs(weights, rotations_PC2, self.cache.block)
+        if not inputs.is_same(self._inputs):
+            self.forget()
+            self._inputs = inputs
+        return inputs
 
     def _arrange(self, samples: Sequence[Sample | None], before: Sequence[Sample | None]) -> None:
         """Have the columns of these samples in their order: those in flight from the device, others from the host.
@@ -180,16 +222,13 @@ class StaticDecoder:
         return self._inputs.weights.architecture.vocab_size
 
     def _send(self, numbers: list[int] | list[list[int]] | list[list[float]], dtype: torch.dtype) -> Tensor:
-        return torch.tensor(numbers, dtype=dtype).to(self._device.torch_device, non_blocking=True)
+        return copy_to_device(torch.tensor(numbers, dtype=dtype), self._device.torch_device)
 
-    def _run(self, shape: StepShape, inputs: StepInputs) -> None:
+    def _run(self, shape: StepShape | PassShape, work: Callable[[], None]) -> None:
         if self._graphs is not None and shape in self._seen and shape not in self._recorded:
-            self._recorded[shape] = self._graphs.record(lambda: self._work(shape, inputs))
+            self._recorded[shape] = self._graphs.record(work)
         self._seen.add(shape)
-        if recorded := self._recorded.get(shape):
-            recorded()
-        else:
-            self._work(shape, inputs)
+        self._recorded.get(shape, work)()
 
     def _work(self, shape: StepShape, inputs: StepInputs) -> None:
         """Take the last token of each row through the model and draw the next; rows without a sample compute idly."""
@@ -199,15 +238,22 @@ class StaticDecoder:
         columns.copy_(after)
         self._logprobs[: shape.num_rows].copy_(logprobs)
 
+    def _pass(self, shape: PassShape, inputs: StepInputs) -> None:
+        """Take the tokens of segments through the model, of which their keys and values remain."""
+        numbers, (weights, rotations_PC2, block) = self._segments[: shape.num_segments], inputs
+        self._step.prefill(weights, numbers, rotations_PC2, block, shape.num_places, self._last_place)
+
 
 class PlainStep:
     """The work of a step, by torch's operators one by one.
 
     Attributes:
         by_length: its attention reads each row up to its own place, so that steps of any lengths have one shape.
+        prefills_by_length: likewise for passes of prompts.
     """
 
     by_length = False
+    prefills_by_length = False
 
     def logits(
         self, weights: DecoderWeights, numbers_4B: Tensor, rotations_PC2: Tensor, block: Block, num_places: int
@@ -241,6 +287,29 @@ class PlainStep:
             The columns after the step, [4, B] int64, and the tokens' log-probabilities, [B] float32.
         """
         return draw_next(logits_BV, params_6B, numbers_4B, last_place, is_cut=is_cut)
+
+    def prefill(
+        self,
+        weights: DecoderWeights,
+        numbers_ZF: Tensor,
+        rotations_PC2: Tensor,
+        block: Block,
+        num_places: int,
+        last_place: int,
+    ) -> None:
+        """Store keys and values of the tokens of segments.
+
+        Args:
+            weights: frozen.
+            numbers_ZF: [segments, 3 + T] int64, see `Segment.numbers`.
+            rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
+            block: of the rows.
+            num_places: attended to at most; no token of a segment lies behind.
+            last_place: of a sequence, where the tokens that fill segments up are stored.
+        """
+        layout = Layout.of(numbers_ZF, last_place)
+        attention = SegmentAttention(block, layout, num_places, weights.architecture, weights.dtype)
+        decode_hidden(weights, layout.ids_B, rotations_PC2, attention)
 
 
 def draw_next(

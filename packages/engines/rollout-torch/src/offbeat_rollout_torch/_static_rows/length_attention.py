@@ -9,8 +9,12 @@ FlexAttention has a kernel of its own for decoding, which is not used: its numbe
 compiled once for each number of rows, and to join its splits takes two to three more kernels. And with
 `torch.nn.attention.varlen`, lengths of keys come only with torch 2.13, for two formats, and not on processors.
 
+Prompts are attended by the same kernel, in segments of tokens of one row (see `prefill`). The keys of all rows and kv
+heads are one sequence to it, of which each segment and head reads the blocks that hold keys of its own row, up to the
+place of the segment's last token. So a pass's attention is one kernel too, whichever rows it is for.
+
 Shapes: B rows of a step, H query heads, K kv heads, G = H / K, D head_dim, C places, N splits, M blocks of C places and
-one more, R = B K rows and kv heads.
+one more, R = B K rows and kv heads; Z segments of a pass, T tokens of a segment, P keys of all rows and kv heads.
 """
 
 from typing import Final
@@ -18,6 +22,8 @@ from typing import Final
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, FlexKernelOptions, flex_attention
+
+from offbeat_rollout_torch._cache import Block
 
 KEY_BLOCK: Final = 128
 """Keys that are read or left out together; torch's default, a multiple of what its kernels load at a time."""
@@ -28,6 +34,10 @@ BLOCKS_TO_FILL: Final = 128
 LEAST_QUERIES: Final = 16
 """Queries that a kernel computes at least at a time, the least that matrix units multiply. Torch takes 128, of which
 only the G of one kv head would be used."""
+
+SEGMENT_QUERIES: Final = {torch.float32: 32}
+"""Queries of a segment that a kernel computes at a time, where all 64 would need too much of a processor's memory: in
+float32, with 3 stages of 64 keys and values of 128 elements, 224 KiB beside what sums take, of the 227 of an H100."""
 
 
 def choose_splits(num_rows: int, num_kv_heads: int, choices: tuple[int, ...] = SPLITS) -> int:
@@ -122,3 +132,88 @@ def attend_by_length(
     sums = aux.lse[..., None].expand(parts.shape)
     weights = (sums - sums.logsumexp(1, keepdim=True)).exp()
     return (parts * weights).sum(1, keepdim=True).to(parts.dtype)
+
+
+def segment_blocks(
+    slots_Z: Tensor, ends_Z: Tensor, num_heads: int, num_kv_heads: int, num_places: int, num_listed: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """List the blocks of keys that each segment and head reads.
+
+    Args:
+        slots_Z: int64, of the row of each segment.
+        ends_Z: int64 place of the last token of each segment.
+        num_heads: H.
+        num_kv_heads: K.
+        num_places: C of each row, all that there are.
+        num_listed: blocks in a list, see `count_listed`.
+
+    Returns:
+        [Z, H] int32, where the row's keys begin among all keys; [Z, H, 1] int32, how many blocks are read; [Z, H, 1,
+        num_listed] int32, which, and then numbers that are not read.
+    """
+    kv_head_H = torch.arange(num_heads, device=slots_Z.device) // (num_heads // num_kv_heads)
+    first_ZH = (slots_Z[:, None] * num_kv_heads + kv_head_H) * num_places
+    first_block_ZH = first_ZH // KEY_BLOCK
+    counts_ZH = (first_ZH + ends_Z[:, None]) // KEY_BLOCK - first_block_ZH + 1
+    blocks_ZHM = first_block_ZH[..., None] + torch.arange(num_listed, device=slots_Z.device)
+    first_ZH, counts_ZH, blocks_ZHM = (each.to(torch.int32) for each in (first_ZH, counts_ZH, blocks_ZHM))
+    return first_ZH, counts_ZH[..., None], blocks_ZHM[:, :, None].contiguous()
+
+
+def count_listed(block: Block) -> int:
+    """Return how many blocks of keys a list of `segment_blocks` has room for: one row's of a block of rows.
+
+    The kernel for processors takes no list that is shorter than all keys.
+    """
+    _, _, num_rows, num_kv_heads, num_places, _ = block.kv.shape
+    if block.kv.is_cpu:
+        return -(-num_rows * num_kv_heads * num_places // KEY_BLOCK)
+    return -(-num_places // KEY_BLOCK) + 1  # a row's keys may begin within a block, and so lie in one more
+
+
+def attend_segments(
+    queries_ZHTD: Tensor,
+    keys_11PD: Tensor,
+    values_11PD: Tensor,
+    places_ZT: Tensor,
+    first_ZH: Tensor,
+    counts_ZH1: Tensor,
+    blocks_ZH1M: Tensor,
+) -> Tensor:
+    """Attend with each token of a segment to the keys of its row up to its place.
+
+    Args:
+        queries_ZHTD: of the segments' tokens.
+        keys_11PD: of all rows and kv heads, one behind the other; those of the segments are among them.
+        values_11PD: likewise.
+        places_ZT: int64 place of each token in its row.
+        first_ZH: see `segment_blocks`.
+        counts_ZH1: see `segment_blocks`.
+        blocks_ZH1M: see `segment_blocks`.
+
+    Returns:
+        [Z, H, T, D], of the queries' dtype.
+    """
+    num_queries, num_keys = queries_ZHTD.shape[2], keys_11PD.shape[2]
+
+    def is_seen(segment: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        place = key - first_ZH[segment, head]
+        return (place >= 0) & (place <= places_ZT[segment, query])
+
+    mask = BlockMask.from_kv_blocks(
+        counts_ZH1,
+        blocks_ZH1M,
+        BLOCK_SIZE=(num_queries, KEY_BLOCK),
+        mask_mod=is_seen,
+        seq_lengths=(num_queries, num_keys),
+        compute_q_blocks=False,
+    )
+    # Four warps, as torch has it for 64 queries: its tables have eight for 128.
+    options: FlexKernelOptions = {
+        "BLOCK_M": SEGMENT_QUERIES.get(queries_ZHTD.dtype, num_queries),
+        "num_warps": 4,
+    }
+    out: Tensor = flex_attention(
+        queries_ZHTD, keys_11PD, values_11PD, block_mask=mask, enable_gqa=True, kernel_options=options
+    )
+    return out
