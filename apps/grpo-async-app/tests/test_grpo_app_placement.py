@@ -289,6 +289,8 @@ def test_wrong_words_are_one_clear_error(command: CommandLine, tmp_path: Path, w
 
 def test_a_fitted_recipe_that_cannot_be_written_is_one_clear_error(command: CommandLine, tmp_path: Path) -> None:
     written = recipe(tmp_path)
+    # An absolute path, as a relative one would lead elsewhere from another folder, which is refused first.
+    written.write_text(written.read_text().replace('"geo3k.jsonl"', f'"{tmp_path}/geo3k.jsonl"'))
     for target, said in ((tmp_path / "no" / "new.toml", "cannot be written: No such"), (written, "exists already")):
         ended = command("plan", written, "--cluster", "4x8", "--fit", target)
         assert ended.code == 2

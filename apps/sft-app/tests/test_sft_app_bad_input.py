@@ -31,7 +31,7 @@ class TestBadInput(CommandConformance):
         "one device for two ranks": (["--engine.num_ranks", "2", "--engine.device", "cpu:0"], "engine.device = cpu:0"),
         "no such launcher": (
             ["--cluster.launcher", "slurm"],
-            "'slurm' is not installed (installed adapters: local, ray)",
+            "'slurm' is not installed (installed adapters: local, ray, torchrun)",
         ),
         "several nodes without Ray": (
             ["--cluster.num_nodes", "2", "--cluster.accelerators_per_node", "8"],
