@@ -33,6 +33,7 @@ class CompiledLayers:
 
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         self.runs = False
+        self._is_on_trial, self._problem = False, ""
         for layer in layers:
             layer.forward = self._either(layer.forward)
 
@@ -52,8 +53,9 @@ class CompiledLayers:
         prepare_compiler()
         with torch.no_grad():
             wanted_N = check.packed_logprobs(PAIR_TOKENS)
-        self.runs = True
-        problem = next(filter(None, ranks.exchange(self._try(check, wanted_N))), "")
+        self.runs = self._is_on_trial = True
+        problem = self._try(check, wanted_N, ranks)
+        self._is_on_trial = False
         self.runs = not problem
         if problem and required:
             raise ConfigError(f"option compile_layers is on, and the decoder layers do not compile: {problem}")
@@ -62,20 +64,38 @@ class CompiledLayers:
         elif ranks.leader:
             log.info("%s: decoder layers compiled in %.0f s", check.folder, time.monotonic() - began_s)
 
-    def _try(self, check: FamilyCheck, wanted_N: Tensor) -> str:
-        """Run forward and backward on a few tokens; what goes wrong, "" for nothing."""
-        try:
+    def _try(self, check: FamilyCheck, wanted_N: Tensor, ranks: Ranks) -> str:
+        """Run forward and backward on a few tokens; what goes wrong on any rank, "" for nothing."""
+        found: list[Tensor] = []
+
+        def compare() -> str:
             with torch.no_grad():
                 found_N = check.packed_logprobs(PAIR_TOKENS, fused=True)
-            check.packed_logprobs(PAIR_TOKENS, fused=True).sum().backward()  # type: ignore[no-untyped-call]
-        except (OffbeatError, torch.OutOfMemoryError, torch.distributed.DistError):
-            raise
-        except RuntimeError as error:  # of torch's tracer, of its compiler, or of what was compiled
-            return f"{type(error).__name__}: {one_line(error)}"
+            apart, bound = float((found_N - wanted_N).abs().max()), TOLERANCE_NATS[check.autocast]
+            return "" if apart <= bound else f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
+
+        def forward() -> None:
+            found.append(check.packed_logprobs(PAIR_TOKENS, fused=True))
+
+        def backward() -> None:
+            found[0].sum().backward()  # type: ignore[no-untyped-call]
+
+        try:
+            # An exchange after each pass: in the next one the other ranks would wait for a rank that has stopped.
+            for each in (compare, forward, backward):
+                if problem := _first_problem(self._problem_of(each), ranks):
+                    return problem
         finally:
             check.model.zero_grad(set_to_none=True)
-        apart, bound = float((found_N - wanted_N).abs().max()), TOLERANCE_NATS[check.autocast]
-        return "" if apart <= bound else f"other log-probabilities, {apart:.2g} nats apart ({bound} allowed)"
+        return ""
+
+    def _problem_of(self, run_pass: Callable[[], str | None]) -> str:
+        try:
+            return run_pass() or self._problem
+        except (OffbeatError, torch.OutOfMemoryError, torch.distributed.DistError):
+            raise
+        except RuntimeError as error:  # of the compiler of passes over logits, or of what was compiled
+            return _describe(error)
 
     def _either(self, forward: Callable[..., Any]) -> Callable[..., Any]:
         fast = compiled(forward)
@@ -83,18 +103,39 @@ class CompiledLayers:
         @wraps(forward)
         def either(*args: Any, **kwargs: Any) -> Any:
             # A dimension of one token would be a graph of its own; ranks without a sequence compute one.
-            if not self.runs or not args or args[0].shape[1] == 1:
+            if not self.runs or self._problem or not args or args[0].shape[1] == 1:
                 return forward(*args, **kwargs)
             hidden_1TE, *rest = args
             if torch.is_grad_enabled() and not hidden_1TE.requires_grad:  # of a frozen embedding, in the first layer
                 hidden_1TE = hidden_1TE.detach().requires_grad_()
-            return fast(hidden_1TE, *rest, **kwargs)
+            try:
+                return fast(hidden_1TE, *rest, **kwargs)
+            except torch._dynamo.exc.TorchDynamoException as error:  # of the tracer or the compiler: nothing has run
+                if not self._is_on_trial:
+                    raise
+                # Ranks gather and add up in the rest of the pass: this one takes part, and reports the error after it.
+                self._problem = _describe(error)
+                return forward(hidden_1TE, *rest, **kwargs)
 
         return either
 
 
+def _first_problem(problem: str, ranks: Ranks) -> str:
+    """Return a problem of one of the ranks, the same on all; "" where none has one."""
+    return next(filter(None, ranks.exchange(problem)), "")
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {one_line(error)}"
+
+
 def choose_compiled(
-    model: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, kernel: str, tp: int
+    model: CausalModel,
+    config: TrainEngineConfig,
+    options: TorchEngineOptions,
+    device: Device,
+    kernel: str,
+    ranks: Ranks,
 ) -> CompiledLayers | None:
     """Return the model's decoder layers ready to be compiled; None where they run as they are.
 
@@ -104,7 +145,7 @@ def choose_compiled(
         options: of the engine.
         device: of this rank.
         kernel: of packed attention.
-        tp: ranks that share each layer.
+        ranks: all of them; they do the same.
 
     Raises:
         ConfigError: option `compile_layers` is "on" and they cannot be compiled.
@@ -113,15 +154,16 @@ def choose_compiled(
         return None
     obstacles = {
         f"{type(model.whole).__name__} names no decoder layers": not find_layers(model),
-        "tensor_parallel: ranks add up within each layer": tp > 1,
         f"dtype = {config.dtype}: attention in bfloat16 alone is one call for packs of any length": (
             config.dtype != "bfloat16"
         ),
         f"device {device.torch_device} attends to packs by {kernel!r} and not by one call": kernel != "varlen",
     }
     obstacle = next((each for each, is_there in obstacles.items() if is_there), "")
-    if not obstacle and (obstacle := device.compiler_lacks()) and options.compile_layers == "auto":
-        log.warning("the decoder layers run uncompiled, which is slower: %s", obstacle)
+    if not obstacle:  # these are the same on all ranks; the compiler is the host's
+        obstacle = _first_problem(device.compiler_lacks(), ranks)
+        if obstacle and options.compile_layers == "auto" and ranks.leader:
+            log.warning("the decoder layers run uncompiled, which is slower: %s", obstacle)
     if obstacle and options.compile_layers == "on":
         raise ConfigError(f"option compile_layers is on, and decoder layers cannot be compiled: {obstacle}; use auto")
     if obstacle:

@@ -40,7 +40,7 @@ class TorchEngineOptions:
     compile_layers: str = setting(
         "auto",
         "Compile the decoder layers with torch.compile: auto does on a device for which it can, where the layers "
-        "compute in bfloat16 and are not cut over ranks; on refuses to start where it cannot.",
+        "compute in bfloat16; on refuses to start where it cannot. All ranks compile, or none does.",
         choices=("auto", "on", "off"),
     )
     reduce_once: str = setting(

@@ -161,7 +161,7 @@ def make_policy(
             model, pieces = _load_parts(config, options, device, mesh, ranks)
         device.adapt(model.whole)
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
-        compiled = choose_compiled(model, config, options, device, kernel, mesh.axes["tp"] if mesh else 1)
+        compiled = choose_compiled(model, config, options, device, kernel, ranks)
         if config.activation_checkpointing:
             recompute_layers(model.whole)
         is_rounded = (mesh is not None and mesh.axes["dp"] > 1) or holds_base_in_bfloat16(config, options)

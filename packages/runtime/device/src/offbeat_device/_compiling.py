@@ -41,6 +41,8 @@ def prepare_compiler() -> None:
     settings = torch._dynamo.config
     settings.recompile_limit = max(settings.recompile_limit, RECOMPILE_LIMIT)
     settings.specialize_float = True  # an epsilon is a constant, and not an input of each graph
+    # A backward pass that cannot be compiled raises in the forward pass: later, other ranks would wait for this one.
+    torch._functorch.config.force_non_lazy_backward_lowering = True
     # Importing torch's tracer, as these lines and other libraries do, sets the variable to the folder of /tmp.
     if os.environ.get(_FOLDER, default_cache_dir()) != default_cache_dir():
         return

@@ -6,12 +6,14 @@ Source: FSDP2 (torch.distributed.fsdp.fully_shard), Megatron-LM (arXiv:1909.0805
 
 Weights cut over tp are DTensors, so that FSDP2 and checkpoints know which part is here; the arithmetic is on plain
 local tensors. (torch's own `ColwiseParallel` works out the placements anew for every number of tokens: 13 ms an
-operation, and packs are never of the same length twice.) Megatron-LM's f and g are `enter` and `leave` here.
+operation, and packs are never of the same length twice.) Megatron-LM's f and g are `enter` and `leave` here. The sum
+over the ranks is an operation of torch's, so that `torch.compile` makes one call of it in the graph of a layer.
 """
 
 import fnmatch
 import threading
-from typing import Any
+from typing import Any, Final, Self
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -38,6 +40,14 @@ class TensorParallel:
         )  # on a GPU torch runs the backward pass in its own thread
         self.mesh: DeviceMesh = mesh.device_mesh["tp"]
         self.rank, self.size = self._here.rank, self._here.size
+        self._name: str = self._here.process_group.group_name
+        _BY_NAME[self._name] = self
+
+    @classmethod
+    def of(cls, mesh: Mesh) -> Self:
+        """Return the one of a mesh, so that policies of one mesh share compiled layers: their graphs hold its name."""
+        found = _BY_NAME.get(mesh.group("tp", channel="forward").process_group.group_name)
+        return found if isinstance(found, cls) and found._here is mesh.group("tp", channel="forward") else cls(mesh)
 
     def add(self, tensor: Tensor) -> Tensor:
         """Add up over the ranks, in place."""
@@ -49,34 +59,58 @@ class TensorParallel:
 
     def enter(self, x: Tensor) -> Tensor:
         """Use what all ranks hold for this rank's columns: its gradient is the sum of all columns'."""
-        entered: Tensor = _Enter.apply(x, self)  # type: ignore[no-untyped-call]
+        entered: Tensor = _Enter.apply(x, self._name)  # type: ignore[no-untyped-call]
         return entered
 
     def leave(self, part: Tensor) -> Tensor:
         """Add up what each rank has computed from its rows."""
-        whole: Tensor = _Leave.apply(part, self)  # type: ignore[no-untyped-call]
+        whole: Tensor = _Leave.apply(part, self._name)  # type: ignore[no-untyped-call]
         return whole
 
     def _group(self) -> Group:
         return self._here if threading.get_ident() == self._thread else self._elsewhere
 
 
+_BY_NAME: Final[WeakValueDictionary[str, TensorParallel]] = WeakValueDictionary()
+
+
+@torch.library.custom_op("offbeat_engine_torch::add_up", mutates_args=())
+def _add_up(part: Tensor, name: str) -> Tensor:
+    """Return the sum over the ranks: an operation of torch's, which is one call in a graph.
+
+    All ranks come to the same sums in the same order, compiled too: they compute the same packs, their parts of a layer
+    have the same shapes, and no layer depends on the rank, so that their graphs are the same and are compiled for the
+    same calls. Compiling exchanges nothing: where one rank compiles for longer, the others wait in their next sum.
+
+    Args:
+        part: of this rank.
+        name: of a `TensorParallel`; an operation takes no other objects than tensors, numbers and text.
+    """
+    # A copy: ranks add up in place, and a gradient that autograd hands over is not ours to change.
+    return _BY_NAME[name].add(part.clone(memory_format=torch.contiguous_format))
+
+
+@_add_up.register_fake
+def _like_the_sum(part: Tensor, name: str) -> Tensor:
+    return torch.empty_like(part, memory_format=torch.contiguous_format)
+
+
 class _Enter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: TensorParallel) -> Tensor:
-        ctx.tp = tp
+    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
+        ctx.name = name
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        # A copy: ranks add up in place, and a gradient that autograd hands over is not ours to change.
-        return ctx.tp.add(grads[0].clone(memory_format=torch.contiguous_format)), None
+        return _add_up(grads[0], ctx.name), None
 
 
 class _Leave(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, part: Tensor, tp: TensorParallel) -> Tensor:
-        return tp.add(part.clone(memory_format=torch.contiguous_format))
+    def forward(ctx: Any, part: Tensor, name: str) -> Tensor:
+        whole: Tensor = _add_up(part, name)
+        return whole
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -90,6 +124,9 @@ class ColumnLinear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in] to [..., out / tp]."""
+        kind = x.device.type
+        if torch.is_autocast_enabled(kind):  # here and not by the product, so that ranks add up gradients in its format
+            x = x.to(torch.get_autocast_dtype(kind))
         return functional.linear(self.tp.enter(x), here(self.weight), here(self.bias))
 
 
@@ -181,7 +218,7 @@ def shard_model(
     if not layers:
         raise ModelError(f"{type(model.whole).__name__} names no decoder layers: train it on one rank")
     if mesh.axes["tp"] > 1:
-        tp = TensorParallel(mesh)
+        tp = TensorParallel.of(mesh)
         _cut_layers(model, tp)
         _cut_vocabulary(model, tp)
     within_layers = {id(module) for layer in layers for module in layer.modules()}
