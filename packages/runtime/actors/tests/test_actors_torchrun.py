@@ -1,8 +1,10 @@
 """The processes of a job of torchrun: only those with its token and its configuration are let in."""
 
 import asyncio
+import contextlib
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -78,6 +80,24 @@ def test_a_message_without_bound_is_refused_before_it_is_read() -> None:
         theirs.sendall((1 << 31).to_bytes(4, "little"))
         with pytest.raises(HandshakeError, match="2147483648 bytes, and 1048576 are the most"):
             read_message(ours, Hello)
+
+
+def test_a_message_that_trickles_in_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("offbeat_actors.torchrun._handshake.HANDSHAKE_S", 0.3)
+    ours, theirs = socket.socketpair()
+
+    def trickle() -> None:
+        for _ in range(80):  # more than the message has
+            with contextlib.suppress(OSError):
+                theirs.send(b"x")
+            time.sleep(0.02)
+
+    sending = threading.Thread(target=trickle, daemon=True)
+    with ours, theirs:
+        sending.start()
+        with pytest.raises(HandshakeError, match="timed out"):
+            admit(ours, "secret")
+        sending.join()
 
 
 def test_another_configuration_is_named_by_its_section() -> None:

@@ -39,6 +39,8 @@ _log: Final = logging.getLogger(__name__)
 _LOOPBACK: Final = "127.0.0.1"
 _SLICE_S: Final = 0.2
 """Slice of the wait for members, so that a signal is seen."""
+_ADMITTED_AT_ONCE: Final = 64
+"""Handshakes at once, each in a thread: the port is open to whatever reaches this machine. Others wait for theirs."""
 _LEAVE_S: Final = 5.0
 """Time for a member to take the exit code; it ends without it, too."""
 
@@ -169,7 +171,7 @@ class Members:
         self._job, self._own, self._cluster = job, own, cluster
         self._token = secrets.token_hex(32)
         self._admitted: dict[int, _Admitted] = {}
-        self._claimed = set[int]()
+        self._claimed, self._admitting = set[int](), threading.Semaphore(_ADMITTED_AT_ONCE)
         self._refusal, self._changed = "", threading.Condition()
         self._store = job.open_store(cluster.start_timeout_s)
         with socket.create_server(("", 0), backlog=4096) as listener:
@@ -242,9 +244,16 @@ class Members:
                 sock, (address, *_) = listener.accept()
             except OSError:  # all have come, or the driver gives up
                 return
+            self._admitting.acquire()  # each holds it for the few messages of a handshake, which have a deadline
             threading.Thread(target=self._admit, args=(sock, address), daemon=True).start()
 
     def _admit(self, sock: socket.socket, address: str) -> None:
+        try:
+            self._shake_hands(sock, address)
+        finally:
+            self._admitting.release()
+
+    def _shake_hands(self, sock: socket.socket, address: str) -> None:
         try:
             sock.settimeout(HANDSHAKE_S)
             watch_peer(sock)
