@@ -40,6 +40,7 @@ def test_a_name_that_the_hub_has_not_is_answered_with_its_key(
         assert "Qwen/Qwen3-0.6B: there is no such model on the Hub" in said
 
 
+@pytest.mark.nightly
 def test_a_run_of_names_goes_on_without_the_hub(
     command: CommandLine, config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,6 +47,7 @@ def test_a_file_with_relative_paths_is_planned_from_any_folder(
     assert command("plan", "../elsewhere/my.toml", *typed).code == 0
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)  # two runs, each with processes that import torch
 def test_a_run_of_relative_paths_is_resumed_from_any_folder_and_calls_things_as_they_were_written(
     command: CommandLine, file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

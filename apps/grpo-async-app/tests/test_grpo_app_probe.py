@@ -57,6 +57,7 @@ def test_the_embedded_engine_starts_alone_and_says_that_it_has_no_other_width(
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(200)
 def test_an_engine_that_is_never_ready_is_named_within_its_deadline_and_leaves_no_process(
     config: Path, tmp_path: Path

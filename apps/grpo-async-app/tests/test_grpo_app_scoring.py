@@ -445,6 +445,7 @@ def test_latencies_are_those_of_completions_whatever_groups_they_came_in(monkeyp
     assert "scoring/latency_p50_s" not in gauge.lap(), "they are reported once"
 
 
+@pytest.mark.nightly
 @in_loop
 async def test_what_hangs_while_others_wait_costs_itself_alone_blocking_or_not(waiting: None) -> None:
     async with scoring(waiting_for("ask", timeout_s=6.0)) as pool:

@@ -91,6 +91,7 @@ def test_where_follows_roles_through_a_kill_and_to_the_end(
     assert values_of(run, "train/reward")
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_where_after_a_run_that_ended_well(config: Path, tmp_path: Path, command: CommandLine) -> None:
     run = tmp_path / "run"
