@@ -40,6 +40,17 @@ def test_a_name_that_the_hub_has_not_is_answered_with_its_key(
         assert "Qwen/Qwen3-0.6B: there is no such model on the Hub" in said
 
 
+def test_no_model_is_fetched_for_data_that_are_missing(
+    command: CommandLine, config: Path, model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    with HubServer() as hub:
+        hub.use_in_this_process(monkeypatch, tmp_path / "cache")
+        hub.add("Qwen/Tiny", model)
+        said = command.refused("plan", config, "--model.path=Qwen/Tiny", "--data.path=absent.jsonl")
+        assert "absent.jsonl" in said
+        assert not [request for request in hub.requests if "model.safetensors" in request]
+
+
 @pytest.mark.nightly
 def test_a_run_of_names_goes_on_without_the_hub(
     command: CommandLine, config: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
