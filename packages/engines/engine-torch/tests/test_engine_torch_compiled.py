@@ -168,7 +168,7 @@ NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compi
 
 
 @pytest.fixture
-def num_kernels(monkeypatch):
+def num_kernels():
     """Numbers of kernels of each graph that code is generated for, beside products and attention."""
     numbers = []
 
@@ -177,8 +177,8 @@ def num_kernels(monkeypatch):
         numbers.append(sum(type(node).__name__ not in others for node in nodes))
         return nodes
 
-    monkeypatch.setattr("torch._inductor.config._post_fusion_custom_pass", count)
-    return numbers
+    with torch._inductor.config.patch(_post_fusion_custom_pass=count):  # monkeypatch would delete it at the end
+        yield numbers
 
 
 @pytest.mark.nightly
