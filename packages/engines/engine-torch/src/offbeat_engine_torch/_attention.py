@@ -73,6 +73,34 @@ class VarlenKeys:
     bounds: VarlenBounds
 
 
+@dataclass(frozen=True, kw_only=True)
+class WholeRows:
+    """Sequences of a pack with their shared prompts, as rows: those of like length in one block, padded.
+
+    Args:
+        indices: [R, L] int64 of each block, packed index of each token. A row ends with its last index, repeated.
+        place_T: [T] int64, where each packed token is in all blocks one after the other.
+    """
+
+    indices: tuple[Tensor, ...]
+    place_T: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class WholeLine:
+    """Sequences of a pack with their shared prompts, one after the other in one row of F tokens.
+
+    Args:
+        rows: of one block [1, F].
+        bounds: [n + 1] int64, where each sequence begins, and F.
+        sequence_1F: [1, F] int32, number of each token's sequence.
+    """
+
+    rows: WholeRows
+    bounds: Tensor
+    sequence_1F: Tensor
+
+
 @dataclass(frozen=True)
 class AttentionPlan:
     """Attention of one pack: which tokens attend to which, in each form a kernel may want; made on first use."""
@@ -110,6 +138,14 @@ class AttentionPlan:
     def varlen(self) -> VarlenKeys:
         """Keys of each segment, its parent's and its own, without padding."""
         return self._once("varlen", self._varlen_keys)
+
+    def whole_rows(self) -> WholeRows:
+        """Sequences for what reads one from its beginning, as padded rows."""
+        return self._once("whole rows", self._whole_rows)
+
+    def whole_line(self) -> WholeLine:
+        """Sequences for what reads one from its beginning, without padding."""
+        return self._once("whole line", self._whole_line)
 
     def _once(self, name: Any, make: Callable[[], Made]) -> Made:
         if name not in self._made:
@@ -156,6 +192,33 @@ class AttentionPlan:
             bounds=VarlenBounds(
                 queries=first_query, keys=first_key, longest_query=max(queries), longest_key=max(lengths)
             ),
+        )
+
+    def _whole_sequences(self) -> list[Indices]:
+        parents = {segment.parent for segment in self.segments}
+        return [_key_indices(self.segments, each) for number, each in enumerate(self.segments) if number not in parents]
+
+    def _whole_rows(self) -> WholeRows:
+        sequences = self._whole_sequences()
+        blocks, place_T, begin = [], np.empty(self.num_tokens, np.int64), 0
+        for bucket in _buckets([(number, len(each)) for number, each in enumerate(sequences)]):
+            index_RL, _ = _pad([sequences[number] for number, _ in bucket])
+            for row, (number, length) in enumerate(bucket):
+                place_T[sequences[number]] = begin + row * index_RL.shape[1] + np.arange(length)
+            blocks.append(self._tensor(index_RL))
+            begin += index_RL.size
+        return WholeRows(indices=tuple(blocks), place_T=self._tensor(place_T))
+
+    def _whole_line(self) -> WholeLine:
+        sequences = self._whole_sequences()
+        lengths, index_F = [len(each) for each in sequences], np.concatenate(sequences)
+        place_T = np.empty(self.num_tokens, np.int64)
+        place_T[index_F] = np.arange(len(index_F))
+        number_F = np.repeat(np.arange(len(sequences), dtype=np.int32), lengths)
+        return WholeLine(
+            rows=WholeRows(indices=(self._tensor(index_F[None]),), place_T=self._tensor(place_T)),
+            bounds=self._tensor(np.cumsum([0, *lengths])),
+            sequence_1F=self._tensor(number_F[None]),
         )
 
     def _rows(

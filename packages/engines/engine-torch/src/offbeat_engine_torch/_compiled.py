@@ -20,6 +20,7 @@ from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import CausalModel, one_line
 from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._parallel.sharding import find_layers
+from offbeat_engine_torch._recurrence import has_recurrence
 
 log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ def choose_compiled(
         return None
     obstacles = {
         f"{type(model.whole).__name__} names no decoder layers": not find_layers(model),
+        "the gated delta rule reads as many blocks of rows as a pack has lengths": has_recurrence(model.whole),
         f"dtype = {config.dtype}: attention in bfloat16 alone is one call for packs of any length": (
             config.dtype != "bfloat16"
         ),

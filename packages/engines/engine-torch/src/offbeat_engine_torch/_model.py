@@ -28,6 +28,7 @@ from offbeat_core import ModelError
 from offbeat_engine_torch._attention import ATTENTION_NAME, AttentionPlan, register_attention
 from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
 from offbeat_engine_torch._norm import fuse_norms
+from offbeat_engine_torch._recurrence import DELTA_RULE_FAMILIES, pack_recurrence
 from offbeat_training import VocabularyPart, token_logprobs
 
 ADAPTER_SIDES = (".lora_A", ".lora_B")
@@ -400,7 +401,8 @@ def _check_folder(folder: Path) -> None:
 def _check_config(config: Any, folder: Path) -> None:
     """Refuse models whose sequences or logits the engine would get wrong."""
     config = config.get_text_config()
-    others = set(getattr(config, "layer_types", None) or ()) - KNOWN_LAYER_TYPES
+    known = KNOWN_LAYER_TYPES | ({"linear_attention"} if config.model_type in DELTA_RULE_FAMILIES else set())
+    others = set(getattr(config, "layer_types", None) or ()) - known
     if others:
         raise ModelError(f"{folder}: layers of type {', '.join(sorted(others))} would mix packed sequences")
     for cap in ("final_logit_softcapping", "attn_logit_softcapping"):
@@ -425,6 +427,7 @@ def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
     hold_biases_as_buffers(whole)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
     route_as_the_family(whole)
+    pack_recurrence(whole)
     return model
 
 

@@ -39,6 +39,7 @@ from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._parallel.sharding import free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_engine_torch._recompute import recompute_layers
+from offbeat_engine_torch._recurrence import missing_kernels
 from offbeat_mesh import Mesh
 from offbeat_training import (
     Family,
@@ -173,6 +174,10 @@ def make_policy(
         free_gathered(model)
     if limit and ranks.leader:
         log.warning("%s: sequences of more than %d tokens will be refused: %s", folder, limit.num_tokens, limit.reason)
+    if ranks.leader and (missing := missing_kernels(model.whole, config.dtype)):
+        log.warning(
+            "%s: torch computes the gated delta rule, which is slower than kernels: install %s", folder, missing
+        )
     return Policy(model, pieces, device, config, options, limit, compiled)
 
 

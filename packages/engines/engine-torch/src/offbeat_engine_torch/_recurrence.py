@@ -1,0 +1,153 @@
+"""Gated delta rule and its short convolution over packed sequences (Qwen3-Next, Qwen3.5, OLMo Hybrid).
+
+Both start anew at the beginning of each sequence of a pack. A shared prompt is therefore read again before each of its
+completions, in these two steps alone: the projections around them are computed once for each packed token.
+
+- On an accelerator in bfloat16: the kernels of flash-linear-attention and causal-conv1d, each where it is
+  installed, on all sequences one after the other.
+- Elsewhere: transformers' own torch functions on padded rows. What is computed after the end of a row's sequence is
+  thrown away, and nothing before it sees it.
+
+Shapes: T packed tokens, R rows, L tokens of a row, F tokens of all sequences with their prompts, C channels, H heads,
+D head size.
+Source: Yang et al., "Gated Delta Networks", arXiv:2412.06464.
+"""
+
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from functools import cache, partial, wraps
+from importlib import import_module
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from offbeat_engine_torch._attention import AttentionPlan, WholeRows
+
+DELTA_RULE_FAMILIES: Final = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
+"""`model_type` of the language models whose layers of type linear_attention call the two functions packed here."""
+RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
+"""Names of the two in transformers' modeling modules since 5.16.0."""
+
+
+def pack_recurrence(whole: nn.Module) -> None:
+    """Let the layers of a transformers model keep packed sequences apart; doing it twice changes nothing.
+
+    The functions are replaced in the modules of transformers. Called without a plan they compute as before.
+    """
+    for modeling in {sys.modules[type(module).__module__] for module in whole.modules()}:
+        for name, pack in ((RULE, _packed_rule), (CONVOLUTION, _packed_convolution)):
+            own = vars(modeling).get(name)
+            if own is not None and not hasattr(own, "is_packed"):
+                packed: Any = pack(inspect.unwrap(own))  # transformers has wrapped its own choice of a kernel around it
+                packed.is_packed = True
+                setattr(modeling, name, packed)
+
+
+def has_recurrence(whole: Any) -> bool:
+    """Return whether a transformers model has layers that call the functions packed here."""
+    config = whole.config.get_text_config()
+    return config.model_type in DELTA_RULE_FAMILIES and "linear_attention" in config.layer_types
+
+
+def missing_kernels(whole: Any, dtype: str) -> str:
+    """Return the packages to install for a model's layers to compute faster, " and " between them; "" for none."""
+    if not has_recurrence(whole) or whole.get_input_embeddings().weight.is_cpu or dtype != "bfloat16":
+        return ""
+    kernels = {"flash-linear-attention": fused_rule(), "causal-conv1d": fused_convolution()}
+    return " and ".join(name for name, kernel in kernels.items() if kernel is None)
+
+
+def _packed_rule(reference: Callable[..., tuple[Tensor, Any]]) -> Callable[..., Any]:
+    """Return `reference`, transformers' torch function of the rule, for packed sequences."""
+
+    @wraps(reference)
+    def rule(
+        query_1THD: Tensor,
+        key_1THD: Tensor,
+        value_1THD: Tensor,
+        g: Tensor,
+        beta: Tensor,
+        *,
+        plan: AttentionPlan | None = None,
+        **settings: Any,
+    ) -> tuple[Tensor, Any]:
+        # The family computes it in float32 in a model of bfloat16 too, and autocast would turn it back.
+        with torch.autocast(query_1THD.device.type, enabled=False):
+            if plan is None:
+                return reference(query_1THD, key_1THD, value_1THD, g=g, beta=beta, **settings)
+            normalizes = {"use_qk_l2norm_in_kernel": settings.get("use_qk_l2norm_in_kernel", False)}
+            fused = fused_rule() if _suits_kernels(query_1THD) else None
+            rows, more = plan.whole_rows(), {}
+            if fused is not None:
+                line = plan.whole_line()
+                rows, more = line.rows, {"cu_seqlens": line.bounds}
+            update = partial(fused or reference, **normalizes, **more)
+            return _by_rows(rows, (query_1THD, key_1THD, value_1THD, g, beta), lambda *given: update(*given)[0]), None
+
+    return rule
+
+
+def _packed_convolution(reference: Callable[..., Tensor]) -> Callable[..., Any]:
+    """Return `reference`, transformers' torch function of the convolution, for packed sequences."""
+
+    @wraps(reference)
+    def convolution(
+        x_1CT: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        *,
+        plan: AttentionPlan | None = None,
+        **_: Any,
+    ) -> Tensor:
+        if plan is None:
+            return reference(x_1CT, weight, bias, activation=activation)
+        fused = fused_convolution() if _suits_kernels(x_1CT) else None
+        rows, more = plan.whole_rows(), {}
+        if fused is not None:
+            line = plan.whole_line()
+            rows, more = line.rows, {"seq_idx": line.sequence_1F}
+
+        def convolve(x_RLC: Tensor) -> Tensor:
+            out: Tensor = (fused or reference)(x_RLC.transpose(1, 2), weight, bias, activation=activation, **more)
+            return out.transpose(1, 2)
+
+        return _by_rows(rows, (x_1CT.transpose(1, 2),), convolve).transpose(1, 2)
+
+    return convolution
+
+
+def _by_rows(whole: WholeRows, tensors: Iterable[Tensor], compute: Callable[..., Tensor]) -> Tensor:
+    """[1, T, ...] of packed tokens, by a function of [R, L, ...] of whole sequences."""
+    flat = [tensor.squeeze(0) for tensor in tensors]
+    parts = [
+        compute(*(each.index_select(0, index_RL.flatten()).view(*index_RL.shape, *each.shape[1:]) for each in flat))
+        for index_RL in whole.indices
+    ]
+    return torch.cat([part.flatten(0, 1) for part in parts]).index_select(0, whole.place_T)[None]
+
+
+def _suits_kernels(x: Tensor) -> bool:
+    return x.dtype == torch.bfloat16 and not x.is_cpu
+
+
+@cache
+def fused_rule() -> Callable[..., Any] | None:
+    """Return flash-linear-attention's kernel; None where it is not installed."""
+    return _found("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+
+
+@cache
+def fused_convolution() -> Callable[..., Any] | None:
+    """Return causal-conv1d's kernel; None where it is not installed."""
+    return _found("causal_conv1d", "causal_conv1d_fn")
+
+
+def _found(module: str, name: str) -> Callable[..., Any] | None:
+    try:
+        kernel: Callable[..., Any] = getattr(import_module(module), name)
+    except ModuleNotFoundError:
+        return None
+    return kernel
