@@ -77,7 +77,7 @@ def gradients(engine, sequences, loss):
 
 
 def assert_same_gradients(found, wanted):
-    """Equal up to the rounding of float32: up to 2e-4 of a vector's largest here; a state that leaks makes 1e-2."""
+    """Equal up to the rounding of float32, 1.5e-4 of the largest number of a short vector where it was measured."""
     assert found[0] == pytest.approx(wanted[0], rel=1e-5)
     assert found[1].keys() == wanted[1].keys()
     for name, grad in wanted[1].items():
@@ -193,8 +193,9 @@ def test_kernels_for_accelerators_are_given_sequences_apart(
     assert_same_gradients(found, gradients_alone(folder, sequences))
 
 
-def test_adapters_are_on_all_linear_layers_and_merged(folder, make_groups, weighted_loss, tmp_path):
+def test_adapters_are_on_all_linear_layers_and_merged(folder, make_groups, weighted_loss, tmp_path, caplog):
     engine, sequences = create(folder, lora_rank=4), make_groups()
+    assert "fused experts" not in caplog.text  # a convolution has as many dimensions
     engine.forward_backward(sequences, weighted_loss)
     engine.step()
     engine.save(tmp_path / "saved")
@@ -226,18 +227,27 @@ def _read(folder):
     return {name: each for file in folder.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
+CHANGES = {
+    "all": {},
+    "lora": {"lora_rank": 4, "activation_checkpointing": True},
+    "bfloat16": {"dtype": "bfloat16"},
+    "lora in bfloat16": {"dtype": "bfloat16", "lora_rank": 4},
+}
+
+
 @pytest.mark.mesh(dp=2)
-@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4, "activation_checkpointing": True}], ids=["all", "lora"])
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_two_ranks_train_as_one_process(folder, mesh, make_groups, weighted_loss, changes):
     engines = [create(folder, each, **changes) for each in (None, mesh)]
+    tolerance = 3e-2 if "dtype" in changes else 1e-5
     for seed in range(2):
         sequences = make_groups(seed=seed)
         reported = [each.forward_backward(sequences, weighted_loss)["loss"].value for each in engines]
-        assert reported[1] == pytest.approx(reported[0], rel=1e-5)
+        assert reported[1] == pytest.approx(reported[0], rel=tolerance, abs=tolerance)
         norms = [each.step()["grad_norm"].value for each in engines]
-        assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+        assert norms[1] == pytest.approx(norms[0], rel=tolerance, abs=tolerance)
     for (name, found), (_, wanted) in zip(*(each.weights() for each in reversed(engines)), strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, msg=name)
+        torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=name)
 
 
 @pytest.mark.mesh(tp=2, compare=False)

@@ -78,7 +78,8 @@ def add_lora(backbone: nn.Module, *, rank: int, alpha: float) -> None:
     ]
     if not places:
         raise ModelError(f"LoRA needs linear layers: {type(backbone).__name__} has none; set lora_rank to 0")
-    fused = [name for name, parameter in backbone.named_parameters() if parameter.ndim == 3]
+    convolutions = {id(layer.weight) for layer in backbone.modules() if isinstance(layer, nn.Conv1d)}
+    fused = [name for name, each in backbone.named_parameters() if each.ndim == 3 and id(each) not in convolutions]
     if fused:
         log.warning(
             "lora_rank = %d: %d weights of fused experts, first %s, get no adapters and are not trained; set lora_rank "
