@@ -163,14 +163,13 @@ def _is_kind(value: ast.expr, kinds: tuple[str, ...]) -> bool:
 
 
 def first_words(text: str) -> list[tuple[int, str]]:
-    """Return the first word of each docstring, with its line."""
-    found = []
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node)
-            if docstring:
-                found.append((node.body[0].lineno, docstring.split()[0].rstrip(",:;.")))
-    return found
+    """Return the first word of each docstring, those of constants and fields included, with its line."""
+    texts = [
+        (node.lineno, node.value.value)
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return [(line, held.split()[0].rstrip(",:;.")) for line, held in texts if held.split()]
 
 
 def parsed_errors(text: str) -> list[str]:

@@ -31,7 +31,7 @@ from grpo_async_app._commands.quickstart import MODEL_VARIABLE, find_lesson
 from offbeat_run import MetricsLine, read_metrics
 
 UPDATES: Final = {"addition": 100, "calculator": 24}
-"""Where training on policy has learned nearly everything, and the learning rate has gone down on the way.
+"""Updates after which training on policy has learned nearly everything, and the learning rate has gone down on the way.
 
 At least three times the largest lag: in fewer updates a lagged run shows little but that it begins later.
 """
@@ -41,7 +41,7 @@ STEPS: Final = {
 }
 """Written out, so that a lesson may be tuned without another study of lag."""
 CORRECTIONS: Final = {"auto": "default", "token_tis": "token weights", "none": "none"}
-"""Those that can be compared, and how the page calls them. All but the default in the decoupled form."""
+"""Corrections to compare, and how the page calls them. All but the default in the decoupled form."""
 RUN_TIMEOUT_S: Final = 3600
 
 

@@ -21,9 +21,9 @@ Bytes = npt.NDArray[np.uint8]
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 8 << 20
 SHARED_BYTES = 8 << 20
-"""Of shared memory, used over and over: it stays in the cache between the two processes."""
+"""Bytes of shared memory, used over and over: it stays in the cache between the two processes."""
 OWN_BYTES = 256 << 20
-"""Of memory to copy from and to: more than any cache holds."""
+"""Bytes of memory to copy from and to: more than any cache holds."""
 DEADLINE_S = 300.0
 
 SIZES = {

@@ -11,7 +11,7 @@ from offbeat_weightsync._changes import encode_run
 
 RANK: Final = 16
 CHANGED_SHARE: Final = 0.03
-"""Of the elements, what a step at a learning rate of 1e-6 changes: 2.9 and 4.2 % were seen by weight_changes.py."""
+"""Share of the elements that a step at a learning rate of 1e-6 changes: weight_changes.py saw 2.9 and 4.2 %."""
 RUN: Final = 1 << 18
 
 

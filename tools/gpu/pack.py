@@ -29,7 +29,7 @@ OTHERS: Final = (
 LEFT_OUT: Final = frozenset({"rollout-vllm", "rollout-trtllm", "sft-app"})
 """No piece imports these."""
 NOT_NEEDED: Final = ("share",)
-"""What a wheel brings for notebooks."""
+"""Folders that a wheel brings for notebooks."""
 TOO_LARGE, FOLDER_IS_THERE = 1, 2
 MAX_BYTES: Final = 60 * 10**6
 

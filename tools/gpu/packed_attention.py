@@ -16,11 +16,11 @@ from gpu.piece import Figures, Place, main, require_close
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from offbeat_engine_torch._attention import AttentionPlan, packed_attention
+from offbeat_engine_torch._layers.attention import AttentionPlan, packed_attention
 from offbeat_training import Segment
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
-"""Of outputs, and of gradients relative to the largest: bfloat16 keeps 8 bits of what is added up."""
+"""Bounds of outputs, and of gradients relative to the largest: bfloat16 keeps 8 bits of what is added up."""
 
 
 class Shape(NamedTuple):

@@ -26,7 +26,7 @@ from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_testing import FakeWeightStream, reference_model, tiny_model
 
 STEP_BOUND = 1e-5
-"""Of losses and gradient norms relative to themselves, on an accelerator."""
+"""Bound of losses and gradient norms relative to themselves, on an accelerator."""
 LEFT_SHARE = 0.1
 """Share of the memory that may be held while asleep: indices, workspaces of libraries."""
 FLOAT32_BYTES = 4

@@ -20,7 +20,7 @@ from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
 
 FLOAT32_BOUND = 2e-4
-"""Of losses, norms and updates relative to themselves, of log-probabilities in nats: two orders of summing."""
+"""Bound of losses, norms and updates relative to themselves, of log-probabilities in nats: two orders of summing."""
 BFLOAT16_BOUND = 0.1
 """Nats, the mean over tokens: 8 bits of each activation."""
 

@@ -27,7 +27,7 @@ from sft_app._config import SftConfig
 
 CHOSEN, REJECTED = 1.0, -1.0
 _SCORED_ID: Final = 0
-"""Of the token after a scored sequence: no model computes it."""
+"""Id of the token after a scored sequence: no model computes it."""
 
 
 @dataclass(frozen=True, kw_only=True)

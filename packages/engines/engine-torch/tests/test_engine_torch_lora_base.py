@@ -84,7 +84,7 @@ class Copies(TorchDispatchMode):
 
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=["kept", "recomputed"])
 def test_no_copy_of_the_base_is_made_in_a_step(settings, model_folder, make_groups, weighted_loss):
-    """Of a float32 base autocast copies each matrix in each micro-batch."""
+    """Autocast would copy each matrix of a float32 base in each micro-batch."""
     counts = {}
     for base in ("bfloat16", "float32"):
         options = {"head_dtype": "bfloat16"}
@@ -215,7 +215,7 @@ def test_the_plan_counts_the_weights_as_they_are_held(base, head, model_folder):
 
 @pytest.mark.mesh(dp=2, compare=False)
 def test_what_the_family_keeps_in_float32_is_read_and_held_in_it(mesh, tmp_path, make_groups, weighted_loss):
-    """Of a family whose files are converted, on a rank of two and in one process."""
+    """A family whose files are converted, on a rank of two and in one process."""
     if mesh.rank == 0:
         write_experts(tmp_path / "model")
     mesh.group("dp").barrier()

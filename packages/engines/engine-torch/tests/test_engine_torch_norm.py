@@ -6,7 +6,7 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from offbeat_engine_torch._norm import fuse_norms, rms_norm
+from offbeat_engine_torch._layers.norm import fuse_norms, rms_norm
 
 
 @pytest.mark.parametrize("shape", [(7, 12), (1, 5, 3, 16)])

@@ -1,4 +1,4 @@
-"""What the tests of the embedded engine share.
+"""Fixtures of the embedded engine.
 
 A recording is made here of the operators that a step runs: they are run again on the same tensors, as a device with
 graphs does. What a step would have taken from the host is then that of the step that was recorded.

@@ -134,7 +134,7 @@ def eager_prefill(weights, table, cache, chunks, samples):
 @pytest.mark.parametrize("step", [PlainStep(), CompiledStep(SPLITS, prefills=True)], ids=["plain", "compiled"])
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_a_pass_stores_what_eager_prefill_stores_and_nothing_else(step, family, tmp_path, monkeypatch):
-    """Of rows that begin and that continue; other rows, and places before and behind, keep what they hold."""
+    """Rows begin and continue; other rows, and places before and behind, keep what they hold."""
     monkeypatch.setattr(compiled, "_fast", lambda function: function)
     monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     folder, device = tiny_model(tmp_path / "m", family), open_device("cpu")
@@ -172,7 +172,7 @@ def test_a_pass_stores_what_eager_prefill_stores_and_nothing_else(step, family, 
     st.sampled_from([(4, 2), (6, 6), (8, 1), (3, 3)]),
 )
 def test_segments_read_the_blocks_that_hold_keys_of_their_row(segments, sizes):
-    """Those up to the place of the last token, and no block behind."""
+    """Blocks up to the place of the last token, and none behind."""
     num_heads, num_kv_heads = sizes
     slots, ends = torch.tensor(segments).t()
     listed = -(-MODEL_LEN // KEY_BLOCK) + 1

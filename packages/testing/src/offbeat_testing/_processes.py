@@ -48,7 +48,7 @@ STACKS_SIGNAL: Final = signal.SIGRTMAX - 5 if hasattr(signal, "SIGRTMAX") else s
 """A forked process that gets it writes its stacks into its output, even one that is stuck with the GIL."""
 
 BEGIN_S: Final = 60.0
-"""How long a child may take to lead its session. Until then a signal to its group would reach no process."""
+"""Time for a child to lead its session. Until then a signal to its group would reach no process."""
 
 
 class ForkedProcess:

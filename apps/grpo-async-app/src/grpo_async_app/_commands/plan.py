@@ -29,7 +29,7 @@ _IN_TURNS: Final[Mapping[str, SettingValue]] = {
     "async.trigger_parameter_sync_step": 1,
     "async.partial_rollout": False,
 }
-"""What goes with cluster.colocate: roles that take turns train synchronously."""
+"""Loops that cluster.colocate admits: roles that take turns train synchronously."""
 _AS_HERE: Final = "; chosen by what is installed on this machine"
 """Follows the choice of an engine in a plan for other machines."""
 

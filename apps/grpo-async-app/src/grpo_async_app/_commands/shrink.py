@@ -43,7 +43,7 @@ _EPISODE_TOKENS: Final = 48
 _OWN_PROMPTS: Final = frozenset({"openenv", "reasoning_gym", "verifiers"})
 """Environments that judge none but prompts of their own."""
 FIGURES: Final = Path("figures", "figures.jsonl")
-"""Of a model that sees, in its folder."""
+"""Image and rows of a model that sees, in its folder."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,7 +28,7 @@ GRACE_S: Final = 30.0
 LINGER_S: Final = 5.0
 """A program that has ended its session may do so much more before it is killed."""
 ABANDON_S: Final = 1.0
-"""How long to wait while notifying an engine that a session is not needed: nothing depends on it."""
+"""Longest wait while notifying an engine that a session is not needed: nothing depends on it."""
 
 
 class AgentFailedError(OffbeatError):

@@ -14,7 +14,7 @@ GRACE_S = 10.0
 of a step and this without an answer mean that the whole process is stuck."""
 
 ABANDON_S = 1.0
-"""How long to wait while notifying the process that an episode is over: nothing depends on it."""
+"""Longest wait while notifying the process that an episode is over: nothing depends on it."""
 
 
 class EnvironmentProcess:

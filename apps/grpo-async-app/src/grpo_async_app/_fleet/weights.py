@@ -16,7 +16,7 @@ from offbeat_weightsync import Reach
 E = TypeVar("E", bound=Member)
 
 Source = list[str]
-"""Where an engine asks for weights: one address; or one for each of its workers, if several ranks send to them."""
+"""Addresses that an engine asks for weights: one, or one for each of its workers if several ranks send to them."""
 
 
 class WeightOffer:
@@ -184,7 +184,7 @@ async def bring_weights(
 
 
 Outcomes = Sequence[BaseException | None]
-"""Of a step that engines took: for each the error, or None."""
+"""Results of a step that engines took: for each the error, or None."""
 
 
 async def each(actors: Iterable[ActorHandle], step: Callable[[ActorHandle], Awaitable[object]]) -> Outcomes:

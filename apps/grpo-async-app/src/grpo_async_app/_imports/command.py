@@ -28,7 +28,7 @@ _OTHERS: Final = {
     "main_gkd": ("GKD", "write a file with a section teacher: on-policy distillation"),
     "vla.main_ppo": ("RL of a robot's policy in a simulator", "language models are trained here"),
 }
-"""What the end of a program's name says it is, and what to do."""
+"""Kinds of program by the end of their names, and what to do."""
 _KNOWN_PROGRAMS: Final = (
     "main_ppo",
     "main_ppo_split",

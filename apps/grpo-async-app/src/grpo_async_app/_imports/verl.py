@@ -156,7 +156,7 @@ def _write_reward_model(draft: RecipeBuilder) -> None:
 
 _SAMPLING_NODES: Final = ("rollout.nnodes", f"{_ROLLOUT}nnodes")
 _SAMPLING_WIDTH: Final = ("rollout.n_gpus_per_node", f"{_ROLLOUT}n_gpus_per_node")
-"""Of the asynchronous trainers apart, and of main_ppo's own."""
+"""Options of the asynchronous trainers apart, and of main_ppo's own."""
 
 
 def _find_mode(draft: RecipeBuilder, program: Program) -> str:

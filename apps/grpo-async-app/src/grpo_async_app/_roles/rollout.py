@@ -100,7 +100,7 @@ if TYPE_CHECKING:
     from offbeat_serve import RolloutServer
 
 SERVED_NAME = "policy"
-"""What agents outside call the model, and what its adapter is called where it is a model with an adapter."""
+"""Name by which agents outside call the model, and its adapter is called where it is a model with an adapter."""
 
 
 class RolloutRole:

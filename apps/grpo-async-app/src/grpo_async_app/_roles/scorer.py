@@ -29,7 +29,7 @@ _ERRORS: Final[dict[str, type[OffbeatError]]] = {
 }
 
 Judged = RewardScore | OffbeatError
-"""What comes of a completion: its score, or why there is none."""
+"""Result of a completion: its score, or why there is none."""
 
 AT_A_TIME_S: Final = 0.1
 """Completions of a prompt that take so long together are scored by one call: those of a quick reward all are."""

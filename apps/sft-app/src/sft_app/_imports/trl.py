@@ -143,4 +143,4 @@ PREFERENCE_TRAINERS: Final[Mapping[str, Callable[[RecipeBuilder], None]]] = {
     "cpo": _write_cpo,
     "reward": _write_reward,
 }
-"""What writes the section `preference`, by the trainer's name."""
+"""Writers of the section `preference`, by the trainer's name."""

@@ -30,7 +30,7 @@ pending connections a second are closed, and a client behind a full kernel queue
 LACK_S: Final = 0.25
 """Pause before the next try where no connection can be accepted, as where the process has no descriptor to spare."""
 SILENT_S: Final = 2
-"""Where the kernel can (Linux), a connection is kept there for so long before its first byte, and costs us nothing."""
+"""Time for which a kernel that can (Linux) keeps a connection before its first byte, at no cost to us."""
 LOG_EVERY_S: Final = 60.0
 """Unknown clients decide how often something is wrong with them, but not how fast a log grows."""
 

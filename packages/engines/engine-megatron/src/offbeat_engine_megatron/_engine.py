@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _KEPT = {"config", "parallel", "temperature", "_plan", "_device", "_shim", "_open"}
-"""What an engine knows of itself when it is closed."""
+"""Attributes that an engine keeps when it is closed."""
 
 
 class MegatronTrainEngine(StepCounts):

@@ -30,7 +30,7 @@ GROUPED: Final = "grouped"
 GROUPED_TE: Final = "grouped-te"
 
 OLDEST_TE: Final = (2, 9)
-"""What megatron-core 0.16 itself is developed with: its extra `dev` asks for 2.9 to 2.11."""
+"""Release that megatron-core 0.16 itself is developed with: its extra `dev` asks for 2.9 to 2.11."""
 
 ALIGNMENT_BYTES: Final = 16
 """Rows in a grouped product are multiples of this. Source: torch 2.13, aten/src/ATen/native/GroupedMMUtils.h."""

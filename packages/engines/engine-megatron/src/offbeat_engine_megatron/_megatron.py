@@ -37,7 +37,7 @@ NOTICES = (
     "`torch.distributed.(all_gather_into_tensor|reduce_scatter_tensor)` is deprecated",
     "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
 )
-"""What megatron-core, and torch about it, warn of at every start: nothing that a user could act upon."""
+"""Warnings of megatron-core, and of torch about it, at every start: nothing that a user could act upon."""
 
 MODULES = (
     "megatron.core.distributed",
@@ -49,7 +49,7 @@ MODULES = (
     "offbeat_engine_megatron._checkpoint",
     "offbeat_engine_megatron._passes",
 )
-"""What the engine uses of megatron-core, and its own modules that import more of it."""
+"""Modules that the engine uses of megatron-core, and its own modules that import more of it."""
 
 
 def require_megatron() -> None:
@@ -182,7 +182,7 @@ def _make_groups(parallel: Parallel, given: Mesh | None, device: str) -> _Joined
 
 
 ACCELERATOR = "cuda"
-"""What megatron-core calls every device."""
+"""Name that megatron-core gives every device."""
 
 HOST = torch.device("cpu").type
 

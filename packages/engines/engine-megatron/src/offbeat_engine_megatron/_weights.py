@@ -29,7 +29,7 @@ from offbeat_mesh import Mesh
 from offbeat_training import Box, CutTensor, TensorFolder, slices
 
 TOWER: Final = "model.visual."
-"""What Hugging Face names of the vision tower's tensors begin with."""
+"""Beginning of the Hugging Face names of the vision tower's tensors."""
 
 BUCKET_BYTES: Final = 32 * 2**20
 """Tensors are put together in rows of half a bucket, unless one alone is larger: see `Gathering`."""
@@ -158,7 +158,7 @@ _EXPERTS: Final = {
     GROUPED: ("mlp.experts.weight1", "mlp.experts.weight2"),
     GROUPED_TE: tuple(f"mlp.experts.linear_fc{number}.weight{{}}" for number in (1, 2)),
 }
-"""Where each form of experts has (gate and up, down) of one that a rank holds."""
+"""Names that each form of experts gives (gate and up, down) of one that a rank holds."""
 
 
 def _expert_slots(shape: ModelShape, parallel: Parallel, make: _Layer, experts: str) -> list[Slot]:
@@ -214,7 +214,7 @@ def list_adapter_slots(weight: Slot, rank: int) -> Iterator[Slot]:
 
 
 PartOf = Callable[[Slot], Tensor]
-"""What this rank holds of a tensor: its `part_shape`, or a view of that in other dimensions."""
+"""Part that this rank holds of a tensor: its `part_shape`, or a view of that in other dimensions."""
 
 Rows = tuple[int, int, int]
 """Rows of a cut tensor that travel together: its number in the bucket, the first row of each part, and the end."""
@@ -306,7 +306,7 @@ class Gathering:
 
 
 Values = Callable[[Any], Tensor]
-"""What to take of a parameter, of its shape."""
+"""Values to take of a parameter, of its shape."""
 
 Put = Callable[[Any, Tensor], object]
 """Given a parameter, and the values for it: float32, of its shape."""

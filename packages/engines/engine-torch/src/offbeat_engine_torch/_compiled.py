@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from offbeat_core import ConfigError, OffbeatError, TrainEngineConfig
 from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_engine_torch._family_check import PAIR_TOKENS, TOLERANCE_NATS, FamilyCheck
+from offbeat_engine_torch._layers.recurrence import has_recurrence
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import CausalModel, one_line
 from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._parallel.sharding import find_layers
-from offbeat_engine_torch._recurrence import has_recurrence
 
 log = logging.getLogger(__name__)
 

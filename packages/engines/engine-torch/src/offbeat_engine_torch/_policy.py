@@ -16,10 +16,12 @@ from torch import Tensor
 
 from offbeat_core import ModelError, TrainEngineConfig, TrainSequence, check_token_ids
 from offbeat_device import Device, copy_to_device
-from offbeat_engine_torch._attention import AttentionPlan
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
+from offbeat_engine_torch._layers.attention import AttentionPlan
+from offbeat_engine_torch._layers.recompute import recompute_layers
+from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     gathers_vocabulary_in_bfloat16,
@@ -38,8 +40,6 @@ from offbeat_engine_torch._model import (
 from offbeat_engine_torch._parallel.ranks import Ranks
 from offbeat_engine_torch._parallel.sharding import free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
-from offbeat_engine_torch._recompute import recompute_layers
-from offbeat_engine_torch._recurrence import missing_kernels
 from offbeat_mesh import Mesh
 from offbeat_training import (
     Family,

@@ -216,7 +216,7 @@ def _write(folder: Path, tensors: "Mapping[str, Tensor]") -> None:
 WEIGHTS: Final = "adapter_model.safetensors"
 CONFIG: Final = "adapter_config.json"
 REFUSED: Final = ("use_dora", "lora_bias", "modules_to_save", "alpha_pattern", "rank_pattern", "layer_replication")
-"""What makes more of an adapter than one scale and two matrices a layer."""
+"""Settings that make more of an adapter than one scale and two matrices a layer."""
 
 
 def read_peft_adapter(folder: Path, name: str, version: int) -> tuple[LoraAdapter, FolderStream]:

@@ -39,7 +39,7 @@ from offbeat_rollout_vllm._options import (
 from offbeat_rollout_vllm._workers import WorkerTraces
 
 LIBRARY: Final = "vllm"
-"""What devices know the engine as."""
+"""Name by which devices know the engine."""
 
 DROPPED_SETTINGS: Final[Mapping[str, tuple[str, ...]]] = dict.fromkeys(
     ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"), ("expandable_segments",)

@@ -288,7 +288,7 @@ def checked_tensors(stream: WeightStream, folder: ModelFolder, source: str) -> "
 
 
 REPLY_S: Final = 3.0
-"""How much longer than a sync's own deadline its workers may take to answer: the error of the sync says more."""
+"""Time beyond a sync's own deadline that its workers may take to answer: the error of the sync says more."""
 
 
 Entry = tuple[str, str, list[int], int]

@@ -157,7 +157,7 @@ IDENTITY_ROWS: Final = 512
 SHARDS: Final = {"q": 0, "k": 1, "v": 2}
 BLOCK: Final = 128
 SCALES: Final = "weight_scale_inv"
-"""What vLLM calls the scales of a weight of FP8 blocks."""
+"""Name that vLLM gives the scales of a weight of FP8 blocks."""
 
 
 class HeldWeights:

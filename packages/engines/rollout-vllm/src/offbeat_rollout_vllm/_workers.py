@@ -83,7 +83,7 @@ def aligned(num_bytes: int) -> int:
 
 
 GRACE_S: Final = 10.0
-"""How much longer than the workers' own deadline we wait: theirs says more."""
+"""Time that we wait beyond the workers' own deadline: theirs says more."""
 
 
 class Workers:

@@ -48,7 +48,7 @@ SEEN_S: Final = 1.0  # for a launcher to see that a process has ended
 STUCK_S: Final = 0.3
 """A process that has been in a wait of torch's for this long has nothing left to finish."""
 ROUNDS_S: Final = 3.0
-"""How much longer than the grace period the others wait for the leader's message."""
+"""Time beyond the grace period that the others wait for the leader's message."""
 
 
 class Announcer:

@@ -44,7 +44,7 @@ _FAMILY_OF_NAME: Final = {
     "llama": "llama",
     "smollm": "llama",
 }
-"""Where there is no config.json: parts of folders' names and the family they stand for; the first that fits."""
+"""Parts of folders' names and the family they stand for, without a config.json; the first that fits."""
 _LANGUAGE_HALF: Final = {
     "qwen3_vl": "qwen3",
     "qwen3_vl_moe": "qwen3_moe",

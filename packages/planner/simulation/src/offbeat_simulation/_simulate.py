@@ -66,7 +66,7 @@ TRAINER_KINDS: Final = ("training", "supply", "bound", "drain", "sync")
 ENGINE_KINDS: Final = ("decoding", "tail", "bound", "drain", "end", "open", "sync")
 TAIL_SHARE: Final = 1 / 8
 WAITING: Final = "waiting"
-"""What the trainer does when it waits for groups: the account itself distinguishes supply from bound."""
+"""State of a trainer that waits for groups: the account itself distinguishes supply from bound."""
 
 
 class TimeAccount:

@@ -273,4 +273,4 @@ def _clipped(ratio_N: Tensor, advantages_N: Tensor, clip_range: tuple[float, flo
 
 Objective = Callable[[PolicyTokens, AlgorithmConfig], Surrogate]
 OBJECTIVES: Final[dict[str, Objective]] = {name: globals()[name] for name in LOSS_KINDS}
-"""Of each loss the function of its name above."""
+"""Functions above, by the name of their loss."""

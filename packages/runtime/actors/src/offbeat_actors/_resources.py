@@ -16,7 +16,7 @@ _ALLOCATION_KEYS: Final = {
 }
 
 Devices = Mapping[str, str]
-"""What each kind of role computes on, by the setting that says so, such as {"engine.device": "cuda"}."""
+"""Device of each kind of role, by the setting that says so, such as {"engine.device": "cuda"}."""
 
 
 def find_view(

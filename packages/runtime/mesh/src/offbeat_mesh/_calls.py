@@ -49,7 +49,7 @@ SLICE: Final = timedelta(seconds=0.25)
 """A wait is cut into pieces of this length, so that it ends soon after a member fails or Ctrl-C is pressed."""
 
 RECORD_S: Final = 4.0
-"""How long a rank whose call broke waits for the record of the rank that broke it: ms unless rank 0 is stopped."""
+"""Time that a rank whose call broke waits for the record of the rank that broke it: ms unless rank 0 is stopped."""
 
 GONE_S: Final = 0.5
 """A call that still waits so long after a member has died, failed or left will not end; a shorter one may, with what

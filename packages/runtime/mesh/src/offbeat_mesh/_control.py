@@ -37,7 +37,7 @@ LACK_S: Final = 0.1
 """Between two tries to let a rank in while the process has no descriptor to spare."""
 
 ANSWER_S: Final = 1.0
-"""How long members have to answer with their position; a thread of theirs answers, whatever their main thread does."""
+"""Time for members to answer with their position; a thread of theirs answers, whatever their main thread does."""
 
 
 def keep_watch(connection: socket.socket) -> None:

@@ -29,7 +29,7 @@ REDUCE_OPS: Final = {
 NATIVE_DTYPES: Final = frozenset(
     {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.int8, torch.uint8, torch.int32, torch.int64}
 )
-"""What every backend can reduce. Other dtypes are moved as bytes and cannot be reduced."""
+"""Dtypes that every backend can reduce. Other dtypes are moved as bytes and cannot be reduced."""
 
 
 # torch 2.13 gives the two a name without an underscore; 2.11 has the other.

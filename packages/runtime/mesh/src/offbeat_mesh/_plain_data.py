@@ -96,7 +96,7 @@ def _decode_extension(code: int, data: memoryview) -> np.ndarray[Any, Any]:
 
 
 HEADER_BYTES: Final = 512
-"""What each member sends first. Short data fits in with the header's few words and needs no second message."""
+"""Bytes that each member sends first. Short data fits in with the header's few words and needs no second message."""
 
 INLINE_BYTES: Final = 256
 """Data up to this length travels in the header."""

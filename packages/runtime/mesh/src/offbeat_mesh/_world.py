@@ -98,7 +98,7 @@ def _source_of(host: str, port: int) -> str:
 
 
 LEAVE_FAILED_S: Final = 5.0
-"""How long rank 0 keeps the control server open when it leaves with an error, so that all ranks are notified."""
+"""Time for which rank 0 keeps the control server open when it leaves with an error, so that all ranks are notified."""
 
 
 class World:

@@ -39,7 +39,7 @@ _NUM_WAITING: Final = 128
 _UCRED: Final = struct.Struct("3i")
 _NONCE_BYTES: Final = 32
 ANSWER_BYTES: Final = _NONCE_BYTES + 32
-"""What a receiver sends over TCP before it is admitted: its nonce and a MAC."""
+"""Bytes that a receiver sends over TCP before it is admitted: its nonce and a MAC."""
 
 
 class TcpAddress(NamedTuple):

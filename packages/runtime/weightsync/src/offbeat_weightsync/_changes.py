@@ -21,8 +21,8 @@ from offbeat_weightsync._tensors import RUN_BYTES, Bytes, PlannedTensors, tensor
 
 Bits = npt.NDArray[np.unsignedinteger]
 Coding = Literal["same", "gaps", "mask", "all"]
-"""How a run travels: not at all; for each changed element, 16 bit, how many before it are as they were; one bit for
-each element; all elements. The new values of the changed elements follow. The shortest is used."""
+"""Form in which a run travels: not at all; for each changed element, 16 bit, how many before it are as they were; one
+bit for each element; all elements. The new values of the changed elements follow. The shortest is used."""
 
 _LONGEST_GAP: Final = 1 << 16
 

@@ -41,10 +41,10 @@ POLL_EVERY_S: Final = 0.2
 """A longer wait is interrupted so often, to see whether the sync has been withdrawn."""
 
 _DRAIN_S: Final = 1.0
-"""How long a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
+"""Time for which a side that has said why it gives up still takes what was sent to it: see `Connection.close`."""
 
 _REASON_S: Final = 5.0
-"""How long a side whose sending failed waits for the reason. One that gives up sends it before it hangs up."""
+"""Time that a side whose sending failed waits for the reason. One that gives up sends it before it hangs up."""
 
 _HEADER: Final = struct.Struct("<I")
 _DATA: Final = 1 << 31

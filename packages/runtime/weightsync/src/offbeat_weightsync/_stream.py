@@ -22,7 +22,7 @@ from offbeat_weightsync._tensors import (
 )
 
 Room = Callable[[Piece], Bytes | None]
-"""Where a run of bytes is to lie in host memory; None: anywhere."""
+"""Gives the place of a run of bytes in host memory; None: anywhere."""
 
 Runs = Iterator[tuple[Piece, Tensor | None]]
 """Runs of bytes with the memory where each lies, valid until the next is asked for; None: it lies in its room."""

@@ -34,16 +34,16 @@ NUM_BUFFERS: Final = 2
 """One travels while the other is filled or loaded."""
 
 _POLL_S: Final = 5e-4
-"""How often a member polls for a bucket."""
+"""Time between two polls for a bucket."""
 
 _POLL_MAKING_S: Final = 0.01
-"""How often a member polls for the others while the group is made."""
+"""Time between two polls for the others while the group is made."""
 
 _LEAVE_S: Final = 2.0
-"""How long `leave` waits for a group that is being made to be given up, which takes a poll unless a host is lost."""
+"""Time that `leave` waits for a group that is being made to be given up, which takes a poll unless a host is lost."""
 
 _REASON_S: Final = 4.0
-"""How long a member whose group broke waits for its connection to report the member that broke it."""
+"""Time that a member whose group broke waits for its connection to report the member that broke it."""
 
 _FIRST_OPERATION: Final = threading.Lock()
 """Held while a group between CPUs is given its first operation.

@@ -18,7 +18,7 @@ OptionsT = TypeVar("OptionsT")
 ConfigT = TypeVar("ConfigT")
 
 PathKind = Literal["", "model", "dataset", "input", "output", "function", "command"]
-"""What a path leads to: a model or rows, which may be names of the Hub; other files and folders that are there, or that
+"""Target of a path: a model or rows, which may be names of the Hub; other files and folders that are there, or that
 are made; FILE.py:FUNCTION; a program and its arguments, of which those that end in .py or begin with ./ or ../ are
 paths. "" is no path."""
 

@@ -17,7 +17,7 @@ _LARGEST_COUNT = 2**53
 """Largest value of a count with a lower bound: what is computed from it stays within 64 bits for a whole run."""
 
 NONE = "none"
-"""How a file says None, which TOML lacks: every optional setting takes it."""
+"""Text for None in a file, which TOML lacks: every optional setting takes it."""
 
 
 def convert(value: Any, annotation: Any) -> Any:

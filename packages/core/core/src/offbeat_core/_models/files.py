@@ -192,7 +192,7 @@ _FORMATS: Final = {
     "uint8": ("U8", 1),
     "bool": ("BOOL", 1),
 }
-"""Those of safetensors, and bytes of an element."""
+"""Formats of safetensors, and bytes of an element."""
 TENSOR_DTYPES: Final = tuple(_FORMATS)
 """Number formats that a tensor may have, by torch's names without "torch."."""
 

@@ -41,7 +41,7 @@ _FIRST: Final = (
     "left",
     *map(label_of, ("train/reward", "train/loss", "eval/accuracy", "eval/loss", "perf/tokens_per_s")),
 )
-"""What a narrow terminal shows; the others as far as there is room."""
+"""Columns that a narrow terminal shows; the others as far as there is room."""
 _LIVE: Final = ("async/trainer_idle_share", "async/rollout_idle_share")
 """Shown only before the end of a run: in its last updates there is nothing left to sample, which is no fault."""
 _HEAD: Final = ("", "before", "after", "change")

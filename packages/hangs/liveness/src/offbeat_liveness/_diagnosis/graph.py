@@ -34,7 +34,7 @@ COMPUTE_PATIENCE: Final = 10  # × stall_after_s for a process that computes
 ENDED: Final = ("killed", "crashed", "raised", "exited")
 """Fates that are certain: its host has said that the process is gone, or it has said so itself."""
 LATE_S: Final = 5.0
-"""How late torch, or the program, may be with an error that is due; a verdict is acted upon after that."""
+"""Time for torch, or the program, to raise an error that is due; a verdict is acted upon after that."""
 MAX_TARGETS: Final = 64  # edges of one wait; with thousands of ranks the graph would be their square
 # Rendezvous at which the members of a world, or of the group to be made, meet each other.
 MEETINGS: Final = frozenset(

@@ -23,7 +23,7 @@ _LOOKING: Final = threading.RLock()
 _COLLECTS_ANYWHERE: Final = sys.version_info < (3, 12)
 MAX_FRAMES: Final = 12
 OWN_THREADS: Final = "offbeat-liveness"
-"""What the names of the watch's own threads begin with."""
+"""Beginning of the names of the watch's own threads."""
 STANDARD_LIBRARY: Final = tuple({sysconfig.get_paths()["stdlib"], sysconfig.get_paths()["platstdlib"]})
 GENERATED: Final = ("<frozen", "<decorator-gen", "<@beartype")  # code that Python, `decorator` and beartype write
 TAKES_ANYTHING: Final = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS

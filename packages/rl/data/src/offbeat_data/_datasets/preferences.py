@@ -112,7 +112,7 @@ def load_ratings(config: ConversationConfig, tokenizer: Tokenizer) -> Preference
 
 
 _Answers = tuple[tuple[TrainSequence, ...], bool]
-"""What a row holds: its answers, each with the prompt before it, and whether they are good."""
+"""Contents of a row: its answers, each with the prompt before it, and whether they are good."""
 
 
 def _load(

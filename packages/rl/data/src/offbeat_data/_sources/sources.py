@@ -173,7 +173,7 @@ class RowSets:
 Pair = tuple[int, int]
 _SIGNS: Final = {"arithmetic": "+", "products": "*"}
 _SCHEMES: Final = (*_SIGNS, "openenv", "reasoning-gym", "verifiers")
-"""What a path may begin with, before a colon, where it names no file or folder."""
+"""Beginnings of a path, before a colon, where it names no file or folder."""
 
 
 def draw_problems(

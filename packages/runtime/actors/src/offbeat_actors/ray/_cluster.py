@@ -205,7 +205,7 @@ def _is_loopback(address: str) -> bool:
 
 
 SHARED_CPUS: Final = 1024
-"""What a cluster of our own says it has: its roles share the CPUs of this machine, as they do without Ray."""
+"""CPUs that a cluster of our own says it has: its roles share the CPUs of this machine, as they do without Ray."""
 _STORE_BYTES: Final = 256 << 20
 """Object store of a cluster of our own: messages are cut in pieces of 4 MiB, so it never has to hold much."""
 _FOLDER_PREFIX: Final = "offbeat-ray-"  # short: Ray puts sockets into it, whose paths end at 107 bytes

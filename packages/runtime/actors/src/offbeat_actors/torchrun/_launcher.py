@@ -22,7 +22,7 @@ from offbeat_placement import Node, Plan, RankGroup, process_of
 _INTERRUPTED: Final = 130
 _BUG: Final = 1
 _members: Members | None = None
-"""Of this process, the driver of its job, until that ends. They outlive a launcher, as an agent serves several."""
+"""Members of this process's job, whose driver it is. They outlive a launcher, as an agent serves several."""
 
 
 @dataclass

@@ -57,10 +57,10 @@ FILE_BYTES: Final = 1 << 30
 _OURS: Final = re.compile(r"\.?version-\d{8}(\.partial|\.removed)?|plan-[0-9a-f]{16}")
 
 LOOK_S: Final = 0.05
-"""How often a folder is polled."""
+"""Time between two polls of a folder."""
 
 Layout = list[tuple[int, int]]
-"""Which tensors share a file: [first, last) of each."""
+"""Tensors that share a file: [first, last) of each."""
 
 
 class _Manifest(msgspec.Struct):

@@ -35,7 +35,7 @@ _FACTORIES = {kind.__name__: kind for kind in (int, float, str, list, dict, set,
 TYPES = {kind.__name__: kind for kind in (int, float, complex, str, bytes, bytearray, bool, list, tuple, set, dict)}
 _WRITTEN = {"Decimal": "decimal", "Fraction": "fractions", "date": "datetime", "time": "datetime"}
 _WRITTEN["datetime"] = "datetime"
-"""What crosses as text, and its module."""
+"""Types that cross as text, and their modules."""
 FORWARDED = (
     *("__len__", "__getitem__", "__setitem__", "__delitem__", "__iter__", "__next__", "__reversed__", "__bool__"),
     *("__int__", "__float__", "__abs__", "__neg__", "__enter__", "__exit__", "__call__", "__str__", "__repr__"),

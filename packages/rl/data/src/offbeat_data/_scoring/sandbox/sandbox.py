@@ -34,7 +34,7 @@ SOCKET_VARIABLE: Final = "OFFBEAT_SOCKET"
 _INSIDE: Final = Path(__file__).with_name("inside.py")
 _PROBE: Final = Path(__file__).with_name("inside_probe.py")
 _SYSTEM: Final = ("/usr", "/bin", "/lib", "/lib32", "/lib64")
-"""What a Python needs of the machine, besides its own folder."""
+"""Folders that a Python needs of the machine, besides its own folder."""
 _PROBE_S: Final = 60.0
 _PROBE_PROCESSES: Final = 4
 """Bubblewrap's own, the probe, its child and a child of that; the probe tries eight at once."""

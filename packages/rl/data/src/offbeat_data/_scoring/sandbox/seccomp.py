@@ -31,7 +31,7 @@ _SHARED_ANONYMOUS, _HUGE_PAGES = 0x21, 0x40000
 """Flags of mmap. Memory that is shared and of no file is a file of the kernel's: it stays whole as long as one page of
 it is mapped, and is in no process's resident memory once its pages are let go (MADV_DONTNEED). Huge pages never are."""
 _FLAGS_OF_MMAP: Final = 3
-"""Which of its arguments they are."""
+"""Index of the argument that holds them."""
 _X32_BIT: Final = 0x40000000
 """Numbers of x86's third set of calls, which the list below does not have."""
 

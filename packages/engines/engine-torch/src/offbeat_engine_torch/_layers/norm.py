@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 _PROBED_TOKENS: Final = 4
 _SAME: Final = 1e-6
-"""What two ways to compute a norm of a random activation may differ by, in float32."""
+"""Largest difference of two ways to compute a norm of a random activation, in float32."""
 
 
 def fuse_norms(whole: nn.Module, last: nn.Module | None) -> None:

@@ -1,0 +1,1 @@
+"""Parts of decoder layers that the engine computes itself or wraps: packed attention, recurrence, norms, recompute."""
