@@ -1,19 +1,11 @@
 """`init`: a first my.toml, with the reason beside each line."""
 
 from offbeat_core import parse_config, toml_value
-from offbeat_run import CommandWords, Question, ask, write_first_config
+from offbeat_run import MODEL_AND_DATA, CommandWords, Question, ask, write_first_config
 from sft_app._config import SftConfig
 
 QUESTIONS = (
-    Question(
-        option="model",
-        key="model.path",
-        text="A name of the Hugging Face Hub, or a folder with a model",
-        default="Qwen/Qwen3-0.6B",
-    ),
-    Question(
-        option="data", key="data.path", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"
-    ),
+    *MODEL_AND_DATA,
     Question(
         option="loss",
         key="preference.loss",

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
-from offbeat_engine_torch import TorchTrainEngine, _recurrence
+from offbeat_engine_torch import TorchTrainEngine, recurrence
 from offbeat_testing import reference_logprobs, reference_model
 
 SMALL = {
@@ -177,9 +177,9 @@ def as_on_an_accelerator(monkeypatch):
         lengths = seq_idx[0].unique_consecutive(return_counts=True)[1].tolist()
         return torch.cat([convolution(each, weight, bias, activation) for each in x.split(lengths, 2)], 2)
 
-    monkeypatch.setattr(_recurrence, "_suits_kernels", lambda x: True)
-    monkeypatch.setattr(_recurrence, "fused_rule", lambda: rule)
-    monkeypatch.setattr(_recurrence, "fused_convolution", lambda: convolve)
+    monkeypatch.setattr(recurrence, "_suits_kernels", lambda x: True)
+    monkeypatch.setattr(recurrence, "fused_rule", lambda: rule)
+    monkeypatch.setattr(recurrence, "fused_convolution", lambda: convolve)
     return calls
 
 
@@ -264,7 +264,7 @@ def test_compiled_layers_are_refused(folder, monkeypatch):
 
 def test_packages_that_are_missing_on_an_accelerator_are_named(folder):
     whole = create(folder)._policy.model.whole
-    assert not _recurrence.missing_kernels(whole, "bfloat16")
+    assert not recurrence.missing_kernels(whole, "bfloat16")
     whole.to("meta")
-    assert not _recurrence.missing_kernels(whole, "float32")
-    assert _recurrence.missing_kernels(whole, "bfloat16") == "flash-linear-attention and causal-conv1d"
+    assert not recurrence.missing_kernels(whole, "float32")
+    assert recurrence.missing_kernels(whole, "bfloat16") == "flash-linear-attention and causal-conv1d"

@@ -3,19 +3,8 @@
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_core import parse_config, toml_value
 from offbeat_data import DataConfig, RewardConfig, fill_known_reward
-from offbeat_run import CommandWords, Question, ask, write_first_config
+from offbeat_run import MODEL_AND_DATA, CommandWords, Question, ask, write_first_config
 
-QUESTIONS = (
-    Question(
-        option="model",
-        key="model.path",
-        text="A name of the Hugging Face Hub, or a folder with a model",
-        default="Qwen/Qwen3-0.6B",
-    ),
-    Question(
-        option="data", key="data.path", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"
-    ),
-)
 OF_REWARD = Question(
     option="reward",
     key="reward.name",
@@ -25,7 +14,7 @@ OF_REWARD = Question(
 
 def init_command(words: CommandWords) -> int:
     """Ask for a model, data and a reward where options do not say, and write the file."""
-    answers = ask(words, QUESTIONS, GrpoConfig)
+    answers = ask(words, MODEL_AND_DATA, GrpoConfig)
     data = answers["data"]
     reward, _ = fill_known_reward(RewardConfig(), DataConfig(path=data))
     is_known = reward.is_set and "reward" not in words.options

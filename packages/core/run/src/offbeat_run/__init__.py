@@ -16,7 +16,7 @@ from offbeat_run._command.command import (
 from offbeat_run._command.error_file import ERROR_FILE_VARIABLE, load_error
 from offbeat_run._command.examine import ExaminedModel, inspect_model
 from offbeat_run._command.hub import HubModels, fetch_models, find_model_problems, has_hub_model
-from offbeat_run._command.init import Question, ask, write_first_config
+from offbeat_run._command.init import MODEL_AND_DATA, Question, ask, write_first_config
 from offbeat_run._command.save import save_command, save_running
 from offbeat_run._command.signals import EndRequests, ending_signals
 from offbeat_run._conclusion import print_conclusion
@@ -66,6 +66,7 @@ __all__ = [
     "ERROR_FILE_VARIABLE",
     "HELD_OUT",
     "LENGTH_KEYS",
+    "MODEL_AND_DATA",
     "VALIDATED_EVERY",
     "AnswersLog",
     "Checkpoint",

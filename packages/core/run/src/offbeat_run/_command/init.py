@@ -4,6 +4,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from offbeat_core import ConfigError, path_from, sections_of, write_new_file
 from offbeat_run._command.command import CommandWords
@@ -25,6 +26,20 @@ class Question:
     key: str
     text: str
     default: str | None = None
+
+
+MODEL_AND_DATA: Final = (
+    Question(
+        option="model",
+        key="model.path",
+        text="A name of the Hugging Face Hub, or a folder with a model",
+        default="Qwen/Qwen3-0.6B",
+    ),
+    Question(
+        option="data", key="data.path", text="A data set of the Hub, a .jsonl or .parquet file, or a folder of them"
+    ),
+)
+"""Questions of every application."""
 
 
 def ask(words: CommandWords, questions: Sequence[Question], root_type: type) -> dict[str, str]:
