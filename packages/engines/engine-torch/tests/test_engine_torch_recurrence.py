@@ -11,7 +11,8 @@ from safetensors.torch import load_file
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
-from offbeat_engine_torch import TorchTrainEngine, recurrence
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._layers import recurrence
 from offbeat_testing import reference_logprobs, reference_model
 
 SMALL = {
