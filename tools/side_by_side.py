@@ -11,6 +11,8 @@ from typing import IO, Final
 LOOK_EVERY_S: Final = 0.2
 END_WITHIN_S: Final = 20.0
 """For a command to end after it was asked to."""
+LAST_LINES: Final = 60
+"""Lines of a failed command that are shown again at the end, where a reader looks first."""
 
 
 @dataclass
@@ -27,7 +29,7 @@ def run_side_by_side(
 
     When this is interrupted, those that run are asked to end, and killed if they do not within seconds.
     """
-    waiting, running, failed = list(commands), dict[str, _Running](), list[str]()
+    waiting, running, failed = list(commands), dict[str, _Running](), dict[str, list[str]]()
     try:
         while waiting or running:
             while waiting and len(running) < at_once:
@@ -36,9 +38,9 @@ def run_side_by_side(
             time.sleep(LOOK_EVERY_S)
             for name in [name for name, each in running.items() if each.process.poll() is not None]:
                 each = running.pop(name)
-                _show(name, each)
+                lines = _show(name, each)
                 if each.process.returncode:
-                    failed.append(name)
+                    failed[name] = lines[-LAST_LINES:]
     finally:
         for each in running.values():
             each.process.terminate()
@@ -49,7 +51,9 @@ def run_side_by_side(
                 each.process.kill()
                 each.process.wait()
             _show(name, each)
-    return failed
+    for name, lines in failed.items():
+        print(f"== {name} failed; its last lines:", *lines, sep="\n", flush=True)
+    return list(failed)
 
 
 def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> _Running:
@@ -60,9 +64,12 @@ def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> _Ru
     return _Running(process, output, time.monotonic())
 
 
-def _show(name: str, each: _Running) -> None:
+def _show(name: str, each: _Running) -> list[str]:
+    """Show what a command has printed, and return its lines."""
     how = f"failed ({each.process.returncode})" if each.process.returncode else "passed"
     with each.output as output:
         output.seek(0)
-        sys.stdout.write(output.read().decode(errors="replace"))
+        text = output.read().decode(errors="replace")
+    sys.stdout.write(text)
     print(f"== {name} {how} after {time.monotonic() - each.began_s:.0f} s", flush=True)
+    return text.splitlines()

@@ -13,15 +13,16 @@ SAYS_TWICE = "import time; print('{0} one', flush=True); time.sleep(0.5); print(
 
 def test_outputs_come_in_one_piece_and_failures_are_named(capsys):
     commands = {name: [sys.executable, "-c", SAYS_TWICE.format(name)] for name in ("first", "second")}
-    commands["third"] = [sys.executable, "-c", "raise SystemExit(3)"]
+    commands["third"] = [sys.executable, "-c", "print('three'); raise SystemExit(3)"]
     assert run_side_by_side(commands, 2) == ["third"]
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 7
+    assert len(lines) == 10
     for name in ("first", "second"):
         start = lines.index(f"{name} one")
         assert lines[start + 1] == f"{name} two"
         assert lines[start + 2].startswith(f"== {name} passed after ")
     assert any(line.startswith("== third failed (3) after ") for line in lines)
+    assert lines[-2:] == ["== third failed; its last lines:", "three"]
 
 
 def test_an_interrupt_ends_what_runs(tmp_path):

@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from offbeat_actors import ClusterConfig, run_on_driver
 from offbeat_actors._server import Server
-from offbeat_actors._wire import Channel, SocketStream
+from offbeat_actors._wire import Channel, SocketStream, Stop, write_frame
 from offbeat_actors.torchrun import TorchrunLauncher
 from offbeat_actors.torchrun._handshake import (
     HandshakeError,
@@ -132,9 +132,14 @@ class LocalJob(Job):
         return self.store
 
 
+class MemberServer(Server):
+    def _leave_without_parent(self) -> None:
+        raise AssertionError("it would exit with code 70")
+
+
 async def serve(sock: socket.socket) -> int:
     member = Member()
-    await Server(Channel(SocketStream(sock)), ThreadPoolExecutor(1), role=member).run()
+    await MemberServer(Channel(SocketStream(sock)), ThreadPoolExecutor(1), role=member).run()
     return member.exit_code
 
 
@@ -189,6 +194,35 @@ def gather(*hellos: Hello, size: int, serves: bool = False) -> str:
 
 def test_a_job_begins_when_all_its_processes_are_there() -> None:
     assert gather(HELLO, replace(HELLO, rank=2, local_rank=1), size=3, serves=True) == ""
+
+
+class QuickDriver:
+    """A stream whose other side asks for the end, and is gone as soon as it has the answer."""
+
+    def __init__(self) -> None:
+        self._unread = bytearray(write_frame(Stop()).tobytes())
+        self._answered = asyncio.Event()
+
+    async def receive_into(self, buffer: memoryview) -> int:
+        if not self._unread:
+            await self._answered.wait()
+        part = bytes(self._unread[: len(buffer)])
+        buffer[: len(part)] = part
+        del self._unread[: len(part)]
+        return len(part)
+
+    async def send(self, data: memoryview) -> None:
+        self._answered.set()
+
+    def close(self) -> None:
+        pass
+
+
+def test_a_member_that_was_asked_to_end_does_not_miss_its_driver() -> None:
+    async def serve_quick_driver() -> None:
+        await MemberServer(Channel(QuickDriver()), ThreadPoolExecutor(1), role=Member()).run()
+
+    asyncio.run(serve_quick_driver())
 
 
 def test_ranks_that_do_not_come_are_named() -> None:

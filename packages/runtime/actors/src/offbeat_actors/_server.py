@@ -75,7 +75,7 @@ class Server:
         reading = asyncio.create_task(self._read())
         closing = asyncio.create_task(self._closed.wait())
         await asyncio.wait({reading, closing}, return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
+        if not self._closed.is_set():  # a parent may be gone as soon as it has the answer to its Stop
             reading.result()
             self._leave_without_parent()
         for task in self._tasks.values():

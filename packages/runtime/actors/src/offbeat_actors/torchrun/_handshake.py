@@ -21,8 +21,6 @@ _MOST_BYTES: Final = 1 << 20
 """Bytes of one message; a hello with the versions of all packages has some 2 KB."""
 HANDSHAKE_S: Final = 10.0
 """Time for each message of a handshake."""
-_LEAST_S: Final = 1e-3
-"""Timeout of a socket whose message is late; 0 would not wait at all, which is another error."""
 _IDLE_S, _PROBE_S, _NUM_PROBES = 10, 5, 4
 """A peer whose machine is lost sends no end; the kernel asks after 10 s without traffic, and gives up after 30 s."""
 
@@ -158,12 +156,14 @@ def _receive(sock: socket.socket, num_bytes: int) -> bytes:
     data, end_s = bytearray(), time.monotonic() + HANDSHAKE_S
     try:
         while len(data) < num_bytes:
-            sock.settimeout(max(_LEAST_S, end_s - time.monotonic()))  # of the message: one that trickles in ends, too
+            if (left_s := end_s - time.monotonic()) <= 0:  # of the message: one that trickles in ends, too
+                raise HandshakeError("timed out")
+            sock.settimeout(left_s)
             if not (part := sock.recv(num_bytes - len(data))):
                 raise HandshakeError("it has closed the connection")
             data += part
     except OSError as error:
-        raise HandshakeError(str(error) or "no message in time") from error
+        raise HandshakeError(str(error)) from error
     return bytes(data)
 
 
