@@ -16,7 +16,8 @@ from gpu.piece import Figures, Place, main, require_close
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from offbeat_engine_torch._layers.attention import AttentionPlan, packed_attention
+from offbeat_engine_torch._layers.attention import packed_attention
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_training import Segment
 
 BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}

@@ -11,7 +11,8 @@ from varlen_on_cpu import documented
 
 from offbeat_core import TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._layers.attention import AttentionPlan, packed_attention
+from offbeat_engine_torch._layers.attention import packed_attention
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_testing import tiny_model
 from offbeat_training import lay_out, plan_packs
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import ModelError, OffbeatError
-from offbeat_engine_torch._layers.attention import AttentionPlan
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._lengths import LengthLimit, find_thresholds, lowered_thresholds, rotary_limit, shorter
 from offbeat_engine_torch._model import CausalModel, HeadQuery, one_line
 from offbeat_training import Segment, logprobs_of_logits

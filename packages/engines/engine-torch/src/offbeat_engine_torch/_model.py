@@ -26,8 +26,9 @@ from transformers.utils import logging as hf_logging
 
 from offbeat_core import ModelError
 from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
-from offbeat_engine_torch._layers.attention import ATTENTION_NAME, AttentionPlan, register_attention
+from offbeat_engine_torch._layers.attention import ATTENTION_NAME, register_attention
 from offbeat_engine_torch._layers.norm import fuse_norms
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
 from offbeat_training import VocabularyPart, token_logprobs
 

@@ -19,7 +19,7 @@ from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
-from offbeat_engine_torch._layers.attention import AttentionPlan
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layers.recompute import recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (

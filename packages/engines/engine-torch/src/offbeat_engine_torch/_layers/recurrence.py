@@ -23,7 +23,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from offbeat_engine_torch._layers.attention import AttentionPlan, WholeRows
+from offbeat_engine_torch._layers.plan import AttentionPlan, WholeRows
 
 DELTA_RULE_FAMILIES: Final = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
 """`model_type` of the language models whose layers of type linear_attention call the two functions packed here."""
