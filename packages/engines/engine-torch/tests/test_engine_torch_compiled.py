@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 import varlen_on_cpu  # noqa: F401  adds the kernels
+from gpt_oss_folders import write_model
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.varlen import varlen_attn
@@ -82,6 +83,19 @@ def test_one_graph_of_a_layer_serves_all_layers_and_lengths(
     wanted = train(create(folder, "off", **settings), batches, weighted_loss)
     assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
     assert first == 4, "with and without gradients, with and without shared prompts"
+
+
+@pytest.mark.nightly
+def test_layers_with_sinks_and_experts_are_compiled_for_each_kind_of_window(
+    as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss
+):
+    folder = write_model(tmp_path)
+    batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(3)]
+    batches.append([batches[0][0]])  # without a prompt that is shared
+    found, num_graphs = train(create(folder, "on"), batches, weighted_loss), count_graphs.frame_count
+    wanted = train(create(folder, "off"), batches, weighted_loss)
+    assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
+    assert num_graphs == 8, "twice what layers of one kind have"
 
 
 @pytest.mark.nightly

@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat_core import ModelError
 from offbeat_engine_torch._layers.plan import AttentionPlan, Rows, VarlenKeys
+from offbeat_engine_torch._layers.sinks import add_sink_key, leave_to_sinks, sink_gradient, varlen_with_sinks
 from offbeat_training import fits_varlen, varlen_attention
 
 ATTENTION_NAME = "offbeat_packed"
@@ -47,6 +48,7 @@ def packed_attention(
     *,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     plan: AttentionPlan | None = None,
     kernel: str = "rows",
     keys: VarlenKeys | None = None,
@@ -55,16 +57,17 @@ def packed_attention(
     """Attend within each sequence of a pack: transformers' attention interface; `plan` takes the place of its mask.
 
     With `keys`, those of the plan, it attends by `varlen` where that takes the heads, and by `kernel` otherwise.
+    `s_aux` are sinks [H], one of each query head.
 
     Returns:
         [1, T, H, D], and None for the weights.
 
     Raises:
-        ModelError: the model does not hand the plan on, or asks for a soft cap or sinks on the scores, or for a mask.
+        ModelError: the model does not hand the plan on, or asks for a soft cap or a bias on the scores, or for a mask.
     """
     if plan is None:
         raise ModelError(f"{type(module).__name__} does not pass arguments on to its attention: family not supported")
-    if unused.get("softcap") is not None or unused.get("s_aux") is not None or unused.get("position_bias") is not None:
+    if unused.get("softcap") is not None or unused.get("position_bias") is not None:
         raise ModelError(f"{type(module).__name__} caps or biases attention scores: family not supported")
     if attention_mask is not None:  # transformers makes none for this function: the layer has made it itself
         raise ModelError(f"{type(module).__name__} makes its own attention mask: family not supported")
@@ -75,15 +78,18 @@ def packed_attention(
         query, key = query.to(value.dtype), key.to(value.dtype)
         if keys.index is not None:
             key, value = key.index_select(0, keys.index), value.index_select(0, keys.index)
-        out = varlen_attention(query, key, value, keys.bounds, scale=scale, window=sliding_window)
+        if s_aux is None:
+            out = varlen_attention(query, key, value, keys.bounds, scale=scale, window=sliding_window)
+        else:
+            out = varlen_with_sinks(query, key, value, s_aux, keys.bounds, scale=scale, window=sliding_window)
         return out.contiguous()[None], None
     # A window that no sequence exceeds hides nothing, and `split` takes none.
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     plain = window is None and query.shape[-1] == value.shape[-1]
     if kernel == "split" and plain:
-        out = _SplitAttention.apply(query, key, value, plan, scale)  # type: ignore[no-untyped-call]
+        out = _SplitAttention.apply(query, key, value, s_aux, plan, scale)  # type: ignore[no-untyped-call]
     else:
-        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, plan, scale, window)
+        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, s_aux, plan, scale, window)
     return out.to(value.dtype).contiguous()[None], None  # some families cut it with `view`
 
 
@@ -92,7 +98,13 @@ class _SplitAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, query_THD: Tensor, key_TJD: Tensor, value_TJD: Tensor, plan: AttentionPlan, scale: float
+        ctx: Any,
+        query_THD: Tensor,
+        key_TJD: Tensor,
+        value_TJD: Tensor,
+        sinks_H: Tensor | None,
+        plan: AttentionPlan,
+        scale: float,
     ) -> Tensor:
         num_heads = key_TJD.shape[1]
         # The half-precision kernel for processors is 2 to 10 times slower than the float32 one (bench, docs).
@@ -113,13 +125,17 @@ class _SplitAttention(torch.autograd.Function):
             own.mul_((own_lse - joined).exp_()[..., None]).add_(part.mul_((lse - joined).exp_()[..., None]))
             out.index_copy_(0, rows.token, own)
             total.index_copy_(0, rows.token, joined)
-        ctx.save_for_backward(query, key, value, out, total)
+        sinks = None
+        if sinks_H is not None:
+            sinks = sinks_H.view(num_heads, 1, -1).expand(-1, plan.num_tokens, -1).flatten(0, 1)
+            total = leave_to_sinks(out, total, sinks)
+        ctx.save_for_backward(query, key, value, out, total, sinks)
         ctx.plan, ctx.scale, ctx.dtypes = plan, scale, [x.dtype for x in (query_THD, key_TJD, value_TJD)]
         return _by_token(out, num_heads)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, total = ctx.saved_tensors
+        query, key, value, out, total, sinks = ctx.saved_tensors
         num_heads = len(query) // ctx.plan.num_tokens
         tensors = (query, key, value, _by_head(grads[0], num_heads, query.dtype), out, total)
         # Left open: `own` writes every row of them, and `cross` adds to that.
@@ -135,8 +151,12 @@ class _SplitAttention(torch.autograd.Function):
             grad_query.index_add_(0, rows.token, _unpad(query_part, rows))
             for whole, part in zip((grad_key, grad_value), others, strict=True):
                 whole.index_add_(0, rows.key, part.sum(1).flatten(0, 1)[:, None])
+        grad_sinks = None
+        if sinks is not None:
+            grad_by_token = sink_gradient(tensors[3], out, total, sinks).view(num_heads, ctx.plan.num_tokens, -1)
+            grad_sinks = grad_by_token.sum(1).flatten().to(sinks.dtype)
         found = zip((grad_query, grad_key, grad_value), ctx.dtypes, strict=True)
-        return *(_by_token(grad, num_heads).to(dtype) for grad, dtype in found), None, None
+        return *(_by_token(grad, num_heads).to(dtype) for grad, dtype in found), grad_sinks, None, None
 
 
 def _by_head(x_THD: Tensor, num_heads: int, dtype: torch.dtype) -> Tensor:
@@ -201,20 +221,25 @@ def _call_backward(
 
 
 def _masked_rows(
-    query: Tensor, key: Tensor, value: Tensor, plan: AttentionPlan, scale: float, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    plan: AttentionPlan,
+    scale: float,
+    window: int | None,
 ) -> Tensor:
     """Padded rows with a mask, differentiated by torch."""
     heads = query.shape[1] // key.shape[1]
     parts, tokens = [], []
     for rows in plan.joined(window):
-        out = scaled_dot_product_attention(
-            _gather(query, rows.query, rows.num_rows),
-            _repeat(_gather(key, rows.key, rows.num_rows), heads),
-            _repeat(_gather(value, rows.key, rows.num_rows), heads),
-            attn_mask=rows.mask,
-            scale=scale,
-        )
-        parts.append(_unpad(out, rows))
+        queries = _gather(query, rows.query, rows.num_rows)
+        keys, values = (_repeat(_gather(x, rows.key, rows.num_rows), heads) for x in (key, value))
+        mask = rows.mask
+        if sinks is not None and mask is not None:
+            queries, keys, values, mask = add_sink_key(queries, keys, values, mask, sinks, scale)
+        out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
+        parts.append(_unpad(out[..., : value.shape[-1]], rows))
         tokens.append(rows.token)
     # Back into the order of the pack.
     return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())

@@ -334,6 +334,11 @@ def check_tensor_parallel(config: Any, family: str, size: int) -> None:
             "every rank holds its part of all weights (FSDP2)"
         )
     plan = _plan(config)
+    if any(name.endswith(".sinks") for name in plan):
+        raise ConfigError(
+            f"tp = {size}: the attention sinks of {family} are not shared out: set tp to 1, and every rank holds its "
+            "part of all weights (FSDP2)"
+        )
     unknown = sorted(set(plan.values()) - {COLUMNS, ROWS, PARTIAL})
     if not plan or unknown:
         what = f"asks for {', '.join(unknown)}" if plan else "has none"
