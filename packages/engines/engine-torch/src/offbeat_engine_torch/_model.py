@@ -30,6 +30,7 @@ from offbeat_engine_torch._layers.attention import ATTENTION_NAME, register_atte
 from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
+from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
 from offbeat_training import VocabularyPart, token_logprobs
 
 ADAPTER_SIDES = (".lora_A", ".lora_B")
@@ -243,7 +244,7 @@ def load_model(
     """
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
-    kind, family = _kind(config, scores), None
+    kind, family, more = _kind(config, scores), None, decoding(config)
     if in_bfloat16:
         family = type(outline_model(path, trust_remote_code=trust_remote_code, scores=scores).whole)
         kind = _loading_in_bfloat16(family, in_bfloat16)
@@ -257,8 +258,11 @@ def load_model(
             trust_remote_code=trust_remote_code,
             local_files_only=True,
             output_loading_info=True,
+            **more,
         )
     whole, info = loaded
+    if more:
+        settle_decoded(whole, in_bfloat16)
     if family is not None:
         whole.__class__ = family
         rounded = {name for name, parameter in whole.named_parameters() if parameter.dtype == torch.bfloat16}
@@ -292,6 +296,7 @@ def outline_model(path: str, *, trust_remote_code: bool = False, scores: bool = 
     """Build a folder's model without memory for its weights (on torch's meta device)."""
     folder = Path(path).expanduser()
     config = read_config(path, trust_remote_code=trust_remote_code, scores=scores)
+    forget_mxfp4(config)
     with _readable(folder), torch.device("meta"):
         whole: Any = _kind(config, scores).from_config(
             config,

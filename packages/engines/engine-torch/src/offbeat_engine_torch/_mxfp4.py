@@ -1,0 +1,42 @@
+"""Folders whose experts are in mxfp4, as gpt-oss is published: read into the trainer's format, saved in it.
+
+Blocks of 32 numbers of 4 bits (`*_blocks`) share a power of two (`*_scales`). All values are exact in bfloat16, in
+which transformers decodes them without a GPU.
+Source: Open Compute Project, "Microscaling Formats (MX) Specification" 1.0; transformers 5.19.0,
+quantizers/quantizer_mxfp4.py.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from transformers.integrations.mxfp4 import Mxfp4Dequantize
+from transformers.utils.quantization_config import Mxfp4Config
+
+
+def decoding(config: Any) -> dict[str, Any]:
+    """Return the arguments by which `from_pretrained` decodes a folder; none where its config names no mxfp4."""
+    found = getattr(config, "quantization_config", None) or {}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if found.get("quant_method") == "mxfp4" else {}
+
+
+def forget_mxfp4(config: Any) -> None:
+    """Take the format out of the config of a model whose weights are not in it."""
+    if decoding(config):
+        del config.quantization_config
+
+
+def settle_decoded(whole: Any, in_bfloat16: Collection[str]) -> None:
+    """Turn decoded weights to float32, but those named, and let the model be saved as it is.
+
+    transformers leaves them in bfloat16, whatever format it loads a model in, and would save them under the names of
+    the files that it has read.
+    """
+    for name, parameter in whole.named_parameters():
+        if parameter.dtype == torch.bfloat16 and name not in in_bfloat16:
+            parameter.data = parameter.data.float()
+    whole._weight_conversions = [
+        each
+        for each in whole._weight_conversions
+        if not any(isinstance(step, Mxfp4Dequantize) for step in getattr(each, "operations", ()))
+    ]
