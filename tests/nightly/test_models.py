@@ -18,13 +18,25 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from offbeat_core import ConfigError, ModelError, TrainEngineConfig, TrainSequence
+from offbeat_engine_megatron._shape import FAMILIES as MEGATRON_FAMILIES
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_rollout_torch import FAMILIES as EMBEDDED_FAMILIES
 from offbeat_testing import reference_logprobs, reference_model
 
 TABLE = Path(__file__).parents[2] / "docs" / "models.md"
 NOT_OF_TEXT = {"gemma3n", "gemma4_assistant", "gemma4_unified_assistant", "musicgen", "musicgen_melody"}
 """Drafts of another model, decoders of sound, and what needs a package more (gemma3n, whose text is gemma3n_text)."""
-FAMILIES = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_OF_TEXT)
+USED_MOST = (
+    *("qwen3", "qwen3_moe", "qwen2", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_next"),
+    *("llama", "gpt_oss", "gemma3_text", "gemma3", "gemma4_text", "gemma4", "mistral", "deepseek_v3", "glm4_moe"),
+    *("olmo3", "phi3"),
+)
+"""Families that public training scripts name most often (those of tests/import_options), and newer ones of their
+makers: they come first in the table."""
+FAMILIES = sorted(
+    set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - NOT_OF_TEXT,
+    key=lambda family: (USED_MOST.index(family) if family in USED_MOST else len(USED_MOST), family),
+)
 WORKS = "works"
 VOCABULARY = 128
 MAX_PARAMETERS = 60_000_000
@@ -203,32 +215,57 @@ def test_a_family_is_trained_faithfully_or_refused_in_one_line(family: str, tmp_
 
 
 def test_the_table_says_what_is() -> None:
-    listed = dict(re.findall(r"^\| `(\S+)` \| (.+) \|$", TABLE.read_text(), re.MULTILINE)) if TABLE.is_file() else {}
+    rows = re.findall(r"^\| `(\S+)` \| (.+) \| (\S+) \| (\S+) \| (\S+) \|$", TABLE.read_text(), re.MULTILINE)
+    listed, served = {row[0]: row[1] for row in rows}, {row[0]: row[4] for row in rows}
     if os.environ.get("OFFBEAT_RENEW"):
-        TABLE.write_text(table({**listed, **OUTCOMES}, TABLE.read_text()))
-    else:
-        assert {family: listed.get(family) for family in OUTCOMES} == OUTCOMES
+        TABLE.write_text(table({**listed, **OUTCOMES}, served, TABLE.read_text()))
+        return
+    assert {family: listed.get(family) for family in OUTCOMES} == OUTCOMES
+    assert [row[0] for row in rows] == [family for family in FAMILIES if family in listed]
+    assert {row[0]: row[2:4] for row in rows} == {row[0]: engines(row[0]) for row in rows}
 
 
-def table(outcomes: dict[str, str], page: str) -> str:
-    """Return the page of docs, with the sections of the old one between its head and its table."""
-    rows = [f"| `{family}` | {outcomes[family]} |" for family in FAMILIES if family in outcomes]
+def engines(family: str) -> tuple[str, str]:
+    """Return whether engine-megatron trains a family and rollout-torch samples it."""
+    return tuple("yes" if family in known else "–" for known in (MEGATRON_FAMILIES, EMBEDDED_FAMILIES))  # type: ignore[return-value]
+
+
+def table(outcomes: dict[str, str], served: dict[str, str], page: str) -> str:
+    """Return the page of docs, with the sections of the old one between its head and its table.
+
+    Args:
+        outcomes: of the torch engine, by family.
+        served: column of vLLM, which is not installed here: tests of rollout-vllm read and renew it.
+        page: as it was.
+    """
+    rows = [
+        f"| `{family}` | {outcomes[family]} | {' | '.join(engines(family))} | {served.get(family, '–')} |"
+        for family in FAMILIES
+        if family in outcomes
+    ]
     head = [
         "# Model families",
         "",
-        f"This page lists the causal language models of transformers {transformers_version}, by `model_type`, and",
-        "whether the torch engine can train them.",
+        f"This page lists the causal language models of transformers {transformers_version}, by `model_type`, which",
+        "trainer trains them and which engine samples them. Families with images are in [vision.md](vision.md) too.",
+        "",
+        "Of the torch trainer:",
         "",
         "- *Works*: a tiny random model of the family is trained for a step, saved and loaded again. Before and after,",
         f"  its log-probabilities match those of transformers to {TOLERANCE_NATS:g} nats.",
         "- *Refused*: `create` raises a one-line error with the reason.",
         "",
-        "`nox -s models` checks this table. `OFFBEAT_RENEW=1 nox -s models` rewrites it.",
+        "Of the others, *yes* means that the backend has the family: engine-megatron, the embedded engine (rollouts",
+        "`torch`), and vLLM 0.32.0 by its own table of models.",
+        "",
+        "`nox -s models` checks this table, and the tests of rollout-vllm its column; `OFFBEAT_RENEW=1` rewrites it.",
         "",
         *page[page.index("## Lengths") : page.index("## Families")].splitlines(),
         "## Families",
         "",
-        "| family | outcome |",
-        "|---|---|",
+        "Families that public training scripts name most often come first, and newer ones of their makers.",
+        "",
+        "| family | trainer `torch` | trainer `megatron` | rollouts `torch` | rollouts `vllm` |",
+        "|---|---|---|---|---|",
     ]
     return "\n".join([*head, *rows, ""])
