@@ -117,8 +117,9 @@ def test_layers_that_are_gathered_from_ranks_are_compiled(
         pytest.param({"activation_checkpointing": True}, marks=pytest.mark.mesh(tp=2, deadline_s=TRACED_S)),
         pytest.param({"lora_rank": 4}, marks=[pytest.mark.mesh(tp=2, deadline_s=TRACED_S), pytest.mark.nightly]),
         pytest.param({}, marks=[pytest.mark.mesh(dp=2, tp=2, deadline_s=TRACED_S), pytest.mark.nightly]),
+        pytest.param({}, marks=[pytest.mark.mesh(cp=2, deadline_s=TRACED_S), pytest.mark.nightly]),
     ],
-    ids=["tp-checkpointing", "tp-lora", "dp-tp"],
+    ids=["tp-checkpointing", "tp-lora", "dp-tp", "cp"],
 )
 def test_one_graph_of_a_layer_that_ranks_share_serves_all_layers_and_lengths(
     settings, mesh, as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss

@@ -77,6 +77,9 @@ RUNS = [
     (("llama", UNTIED), {"dp": 2}),
     (("qwen3", UNTIED), {"tp": 2}),
     (("qwen2", TIED), {"tp": 2}),
+    (("qwen3", TIED), {"cp": 2}),
+    (("llama", UNTIED), {"dp": 2, "cp": 2}),
+    (("qwen2", TIED), {"cp": 2, "tp": 2}),
 ]
 
 
@@ -100,9 +103,9 @@ def test_a_mesh_of_one_is_one_process(model_folder, make_groups):
     assert all(torch.equal(mesh_of_one[1][name], tensor) for name, tensor in one[1].items())
 
 
-@pytest.mark.mesh(dp=1, cp=2, compare=False)
+@pytest.mark.mesh(dp=1, pp=2, compare=False)
 def test_axes_that_the_engine_does_not_cut_are_refused(model_folder, mesh):
-    with pytest.raises(ConfigError, match="cp"):
+    with pytest.raises(ConfigError, match="pp"):
         TorchTrainEngine.create(config(model_folder), mesh)
 
 

@@ -135,6 +135,19 @@ def test_all_to_all_is_uneven_if_its_parts_are(mesh):
                 same(part, as_numpy(of_member(source, part.shape, dtype)))
 
 
+def test_all_to_all_rows_are_those_of_one_size(mesh):
+    group = everyone(mesh)
+    for dtype in (torch.float32, torch.bfloat16, torch.int16):
+        for shape in ((), (2,), (3, 2), (2, 0)):
+            rows = torch.stack(
+                [of_member(group.rank * group.size + other, shape, dtype) for other in range(group.size)]
+            )
+            received = group.all_to_all_rows(rows.transpose(0, -1).contiguous().transpose(0, -1))
+            assert received.dtype == dtype
+            for source, row in enumerate(received):
+                same(row, as_numpy(of_member(source * group.size + group.rank, shape, dtype)))
+
+
 def test_send_and_recv_go_round_the_ring(mesh):
     group = everyone(mesh)
     following, previous = (group.rank + 1) % group.size, (group.rank - 1) % group.size
@@ -195,6 +208,7 @@ def everything_alone(group):
     same(group.scatter(torch.empty(2, 3), own[None]), own)
     same(group.reduce_scatter(own[None]), own)
     same(group.all_to_all([own])[0], own)
+    same(group.all_to_all_rows(own[None]), own[None])
     group.barrier()
     for big in (3, "x" * 1000):
         assert group.broadcast_data(big) == big
@@ -311,6 +325,7 @@ def test_arguments_are_checked_before_anything_is_sent(mesh):
         (lambda g: g.scatter(torch.ones(1), torch.ones(size, 2), source=g.rank), ShapeError, "must be like the output"),
         (lambda g: g.scatter(torch.ones(1), source=g.rank), ShapeError, "needs rows on the source"),
         (lambda g: g.all_to_all([torch.ones(1)] * (size + 1)), ShapeError, f"needs {size} parts"),
+        (lambda g: g.all_to_all_rows(torch.ones(size + 1)), ShapeError, rf"\[{size}, ...\]: got float32\[{size + 1}\]"),
         (
             lambda g: g.scatter_data([1] * (size + 1), source=g.rank),
             GroupError,

@@ -75,6 +75,11 @@ def test_groups_are_those_of_the_layout_and_torch_sees_them(mesh):
     flat = mesh.group("dp", "tp").device_mesh
     assert flat.mesh_dim_names == ("dp_tp",)
     assert flat.get_group() is mesh.group("dp", "tp").process_group
+    folded = mesh.device_mesh_over(("pp",), ("dp", "cp"), ("tp",))
+    assert folded is mesh.device_mesh_over(("pp",), ("dp", "cp"), ("tp",))
+    assert folded.mesh_dim_names == ("pp", "dp_cp", "tp")
+    assert folded.get_group("dp_cp") is mesh.group("dp", "cp").process_group
+    assert folded.get_local_rank("dp_cp") == mesh.group("dp", "cp").rank
 
 
 @pytest.mark.mesh(dp=2, tp=2)

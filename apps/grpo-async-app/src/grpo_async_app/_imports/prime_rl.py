@@ -189,7 +189,8 @@ def _write_adapters(draft: RecipeBuilder) -> None:
     }
     found = {ours: draft.take(theirs) for theirs, ours in axes.items()}
     if widths := {ours: size for ours, size in found.items() if isinstance(size, int) and size > 1}:  # or "auto"
-        draft.put("engine.backend", "megatron", *axes)
+        if "expert_parallel" in widths:
+            draft.put("engine.backend", "megatron", "trainer.model.ep")
         draft.put("engine.options", widths, *axes)
 
 

@@ -8,6 +8,7 @@ _ACTOR: Final = "actor_rollout_ref.actor."
 _MODEL: Final = "actor_rollout_ref.model."
 _MEGATRON: Final = f"{_ACTOR}megatron."
 _FSDP: Final = f"{_ACTOR}fsdp_config."
+_ULYSSES: Final = f"{_ACTOR}ulysses_sequence_parallel_size", f"{_FSDP}ulysses_sequence_parallel_size"
 _ENGINES: Final = {"fsdp": "torch", "fsdp2": "torch", "dp": "torch", "megatron": "megatron"}
 _SCHEDULES: Final = ("constant", "linear", "cosine")
 _AXES: Final = {
@@ -33,9 +34,14 @@ def write_trainer(draft: RecipeBuilder, usual: str) -> None:
         draft.change(draft.named(*names), "no such training engine here: using torch instead")
     draft.put("engine.backend", _ENGINES.get(strategy, "torch"), f"{_ACTOR}strategy")
     _write_format(draft, strategy)
+    sharing = 1
     if strategy == "megatron":
         _write_axes(draft)
-    draft.copy("engine.max_tokens_per_microbatch", f"{_ACTOR}ppo_max_token_len_per_gpu", default=16384)
+    elif (sharing := draft.count(*_ULYSSES, default=1)) > 1:
+        draft.put("engine.options", {"context_parallel": sharing}, *_ULYSSES)
+    # Source: verl, verl/workers/actor/dp_actor.py: the tokens of all ranks that share sequences.
+    budget = f"{_ACTOR}ppo_max_token_len_per_gpu"
+    draft.copy("engine.max_tokens_per_microbatch", budget, default=16384, convert=lambda number: number * sharing)
     draft.copy("engine.activation_checkpointing", f"{_MODEL}enable_gradient_checkpointing", default=True)
     _write_adapters(draft)
 

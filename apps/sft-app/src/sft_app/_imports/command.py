@@ -89,7 +89,11 @@ def _write_verl_trainer(draft: RecipeBuilder) -> None:
     if kind != "fp32":
         draft.change("model.fsdp_config.model_dtype", "the optimizer always holds float32 weights")
     draft.copy("engine.batch_size", "data.train_batch_size", default=256)
-    draft.copy("engine.max_tokens_per_microbatch", "data.max_token_len_per_gpu")
+    names = "ulysses_sequence_parallel_size", "engine.ulysses_sequence_parallel_size"
+    if (sharing := draft.count(*names, default=1)) > 1:
+        draft.put("engine.options", {"context_parallel": sharing}, *names)
+    budget = "data.max_token_len_per_gpu"
+    draft.copy("engine.max_tokens_per_microbatch", budget, convert=lambda number: number * sharing)
     draft.copy("engine.learning_rate", "optim.lr", default=1e-5)
     write_betas(draft, "optim.betas", (0.9, 0.95))
     draft.copy("engine.weight_decay", "optim.weight_decay", default=0.01)

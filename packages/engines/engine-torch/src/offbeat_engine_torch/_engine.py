@@ -118,8 +118,8 @@ class TorchTrainEngine(StepCounts):
 
         Args:
             config: of the engine, the same on all ranks.
-            mesh: of the ranks that train together, along dp and tp; with dp alone, option tensor_parallel says how
-                they share the model. None, or a mesh of one, for one process.
+            mesh: of the ranks that train together, along dp, cp and tp; with dp alone, options tensor_parallel and
+                context_parallel say how they share the work. None, or a mesh of one, for one process.
 
         Raises:
             ConfigError: the device is not here, or a setting or option is out of range.
@@ -330,8 +330,8 @@ class TorchTrainEngine(StepCounts):
     def _reduces_once(self) -> bool:
         """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
         if self._reduce_once is None:
-            axes = self._mesh.axes if self._mesh else {"dp": 1, "tp": 1}
-            layout = layout_of(self.config, self._options, self._device, dp=axes["dp"], tp=axes["tp"])
+            sizes = {axis: self._mesh.axes[axis] if self._mesh else 1 for axis in ("dp", "cp", "tp")}
+            layout = layout_of(self.config, self._options, self._device, **sizes)
             self._reduce_once = choose_reduce_once(
                 self._options.reduce_once,
                 self.config,

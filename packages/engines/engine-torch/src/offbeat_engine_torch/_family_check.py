@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -184,10 +185,8 @@ class FamilyCheck:
         segments = tuple(Segment(start=start, length=length) for start, length in zip(starts, lengths, strict=True))
         index_T = torch.cat([torch.arange(length) for length in lengths]).to(self._device)
         query = HeadQuery(
-            predictor_N=torch.cat([torch.arange(each.start, each.start + each.length - 1) for each in segments]).to(
-                self._device
-            ),
-            target_N=torch.cat([self._ids(length)[1:] for length in lengths]),
+            predictor_N=np.concatenate([np.arange(each.start, each.start + each.length - 1) for each in segments]),
+            target_N=torch.cat([self._ids(length)[1:] for length in lengths]).cpu().numpy(),
             fused=fused,
         )
         ids_T = torch.cat([self._ids(length) for length in lengths])

@@ -1,5 +1,6 @@
 """Options of this backend, and how the ranks share a model: checked before any of them starts."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
@@ -23,6 +24,12 @@ class TorchEngineOptions:
     share_prompts: bool = setting(True, "Compute a prompt once for all sequences that begin with it.")
     entropy_gradient: bool = setting(False, "Let the loss's gradient flow through the entropy.")
     tensor_parallel: int = setting(1, "Ranks that share every layer; the ranks left over are data parallel.", ge=1)
+    context_parallel: int = setting(
+        1,
+        "Ranks that share the tokens of each micro-batch, for sequences that one device cannot hold; "
+        "max_tokens_per_microbatch counts those of all of them.",
+        ge=1,
+    )
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
         "auto",
@@ -97,23 +104,25 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
     device = open_device(config.device)
-    width = options.tensor_parallel
+    width, cp = options.tensor_parallel, options.context_parallel
     dp = num_data_parallel(num_ranks, options)
-    layout = layout_of(config, options, device, dp=dp, tp=width)
-    if options.reduce_once == "on" and dp > 1:
+    layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width)
+    if options.reduce_once == "on" and dp * cp > 1:
         layout = replace(layout, whole_gradient_bytes=GRADIENT_BYTES)
     hf_config = read_config(
         config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )
     if width > 1:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
+    if cp > 1:
+        check_context_parallel(hf_config, cp)
     if limit := rotary_limit(hf_config):
         layout = replace(layout, max_sequence_tokens=limit.num_tokens, max_sequence_reason=limit.reason)
     return layout
 
 
 def layout_of(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, *, dp: int, tp: int
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, *, dp: int, cp: int, tp: int
 ) -> TrainLayout:
     """Return how so many ranks hold a model while they add up gradients with each micro-batch.
 
@@ -122,6 +131,7 @@ def layout_of(
     """
     return TrainLayout(
         dp=dp,
+        cp=cp,
         tp=tp,
         zero_stage=3,
         frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
@@ -130,13 +140,33 @@ def layout_of(
 
 
 def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
-    """Ranks that tensor parallelism leaves over; ConfigError where it does not divide them."""
-    if num_ranks % options.tensor_parallel:
+    """Ranks that tensor and context parallelism leave over; ConfigError where they do not divide them."""
+    sizes = {name: getattr(options, name) for name in ("tensor_parallel", "context_parallel")}
+    product: int = math.prod(sizes.values())
+    if num_ranks % product:
+        wanted = [f"{name} = {size}" for name, size in sizes.items() if size > 1]
         raise ConfigError(
-            f"option tensor_parallel = {options.tensor_parallel} must divide the ranks: got {num_ranks}; choose "
-            f"engine.num_ranks = {options.tensor_parallel} or a multiple of it"
+            f"option {' times '.join(wanted)} must divide the ranks: got {num_ranks}; choose engine.num_ranks = "
+            f"{product} or a multiple of it"
         )
-    return num_ranks // options.tensor_parallel
+    return num_ranks // product
+
+
+def check_context_parallel(hf_config: Any, size: int) -> None:
+    """Refuse a model whose tokens several ranks cannot share.
+
+    Raises:
+        ConfigError: it looks at images, or has layers that read a sequence from its beginning.
+    """
+    config = hf_config.get_text_config()
+    reasons = {
+        "it has a vision tower": getattr(hf_config, "vision_config", None) is not None,
+        "its layers with the gated delta rule read a sequence from its beginning": (
+            "linear_attention" in (getattr(config, "layer_types", None) or ())
+        ),
+    }
+    if reason := next((text for text, is_so in reasons.items() if is_so), ""):
+        raise ConfigError(f"cp = {size}: ranks cannot share the tokens of {config.model_type}: {reason}; set cp to 1")
 
 
 def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
@@ -145,15 +175,18 @@ def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
     A mesh of dp alone is so many ranks, which the options arrange.
 
     Raises:
-        ConfigError: mesh and options contradict each other, or tensor_parallel does not divide the ranks.
+        ConfigError: mesh and options contradict each other, or the options do not divide the ranks.
     """
-    width = options.tensor_parallel
     if mesh is None or mesh.size == 1:
         num_data_parallel(1, options)
         return None
-    if width == 1 or mesh.axes["tp"] == width:
+    wanted = {"tp": options.tensor_parallel, "cp": options.context_parallel}
+    if all(size in (1, mesh.axes[axis]) for axis, size in wanted.items()):
         return mesh
     if mesh.size != mesh.axes["dp"]:
-        raise ConfigError(f"the mesh has tp = {mesh.axes['tp']} and option tensor_parallel = {width}: say it once")
+        found = {axis: mesh.axes[axis] for axis in wanted}
+        raise ConfigError(
+            f"the mesh has {found}, and the options tensor_parallel and context_parallel ask for {wanted}: say it once"
+        )
     dp = num_data_parallel(mesh.size, options)
-    return Mesh(dp=dp, tp=width, device=mesh.device, deadline_s=mesh.deadline_s, check=mesh.check)
+    return Mesh(dp=dp, **wanted, device=mesh.device, deadline_s=mesh.deadline_s, check=mesh.check)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -25,13 +26,15 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from offbeat_core import ModelError
+from offbeat_device import copy_to_device
 from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
 from offbeat_engine_torch._layers.attention import ATTENTION_NAME, register_attention
+from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
 from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
-from offbeat_training import VocabularyPart, token_logprobs
+from offbeat_training import Indices, VocabularyPart, token_logprobs
 
 ADAPTER_SIDES = (".lora_A", ".lora_B")
 SCORE_WEIGHT = "score.weight"
@@ -46,7 +49,7 @@ class HeadQuery:
     """Loss tokens of a pack that the vocabulary head is asked for, and how it computes them.
 
     Args:
-        predictor_N: packed index of the token whose hidden state predicts each loss token.
+        predictor_N: packed index of the token whose hidden state predicts each loss token; on the host, like the next.
         target_N: id of each loss token.
         temperature: the sampler's.
         coarse: compute the logits in bfloat16. (The products of gradients are in the format of the backbone's.)
@@ -54,8 +57,8 @@ class HeadQuery:
         fused: compile what is done to logits.
     """
 
-    predictor_N: Tensor
-    target_N: Tensor
+    predictor_N: Indices
+    target_N: Indices
     temperature: float = 1.0
     coarse: bool = False
     entropy_gradient: bool = False
@@ -90,12 +93,14 @@ class CausalModel(nn.Module):
 
     Attributes:
         part: which rows of the head are here; None for all.
+        context: how ranks share the tokens of a pack; None where this rank computes all of them.
     """
 
     def __init__(self, whole: Any, logit_scale: float, *, scores: bool = False) -> None:
         super().__init__()
         self.scores = scores
         self.part: VocabularyPart | None = None
+        self.context: PackShare | None = None
         self.whole: Any = whole
         self.logit_scale = logit_scale
 
@@ -126,6 +131,11 @@ class CausalModel(nn.Module):
     def vocabulary_size(self) -> int:
         """Token ids are below it."""
         return self.whole.get_input_embeddings().num_embeddings if self.scores else self.head.out_features
+
+    @property
+    def num_heads(self) -> int:
+        """Query heads of a layer."""
+        return int(self.whole.config.get_text_config().num_attention_heads)
 
     @contextmanager
     def own_attention(self) -> Iterator[None]:
@@ -171,6 +181,23 @@ class CausalModel(nn.Module):
                     return functional.linear(seen, here(self.head.weight)).float()
                 logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
             return logits_TV.float()
+        if self.context is None or plan is None:
+            return self._ask(ids_T, positions_T, plan, kernel, query, autocast, patches)
+        cut = self.context.cut(ids_T, positions_T, plan, query)
+        return cut.join(self._ask(cut.ids_t, cut.positions_t, cut.plan, kernel, cut.query, autocast, patches))
+
+    def _ask(
+        self,
+        ids_T: Tensor,
+        positions_T: Tensor,
+        plan: AttentionPlan | None,
+        kernel: str,
+        query: HeadQuery | None,
+        autocast: torch.dtype | None,
+        patches: ImagePatches | None,
+    ) -> Any:
+        """Answer for tokens that are here: see `forward`."""
+        computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
         packed = plan.arguments(kernel) if plan is not None else {}
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, **packed}
         with computing:
@@ -182,7 +209,8 @@ class CausalModel(nn.Module):
         if query is None:
             return hidden_TE
         weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
-        hidden_NE = hidden_TE.index_select(0, query.predictor_N)
+        predictor_N, target_N = (_to(ids_T.device, each) for each in (query.predictor_N, query.target_N))
+        hidden_NE = hidden_TE.index_select(0, predictor_N)
         if self.scores:
             score_N = functional.linear(hidden_NE.to(weight_VE.dtype), weight_VE)[:, 0]
             return score_N, torch.zeros_like(score_N)
@@ -190,7 +218,7 @@ class CausalModel(nn.Module):
             hidden_NE,
             weight_VE,
             bias_V,
-            query.target_N,
+            target_N,
             scale=self.logit_scale / query.temperature,
             matmul_dtype=torch.bfloat16 if query.coarse else weight_VE.dtype,
             gradient_dtype=autocast,
@@ -216,6 +244,10 @@ class CausalModel(nn.Module):
             given["visual_pos_masks"] = mask_T[None]
             given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
         return given
+
+
+def _to(device: torch.device, array: Indices) -> Tensor:
+    return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
 def here(parameter: Any) -> Any:

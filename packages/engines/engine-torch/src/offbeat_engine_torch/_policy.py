@@ -19,11 +19,13 @@ from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
+from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layers.recompute import recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
+    check_context_parallel,
     gathers_vocabulary_in_bfloat16,
     head_multiplies_in_bfloat16,
     holds_base_in_bfloat16,
@@ -120,8 +122,8 @@ class Policy:
         With `through_tower` the vision tower runs though the pack has no image, because another rank's has one.
         """
         query = HeadQuery(
-            predictor_N=self.tensor(pack.predictor_N),
-            target_N=self.tensor(pack.target_N),
+            predictor_N=pack.predictor_N,
+            target_N=pack.target_N,
             temperature=self._options.temperature,
             coarse=self._head_is_coarse,
             entropy_gradient=self._options.entropy_gradient,
@@ -165,7 +167,7 @@ def make_policy(
         compiled = choose_compiled(model, config, options, device, kernel, ranks)
         if config.activation_checkpointing:
             recompute_layers(model.whole)
-        is_rounded = (mesh is not None and mesh.axes["dp"] > 1) or holds_base_in_bfloat16(config, options)
+        is_rounded = (mesh is not None and mesh.group("dp", "cp").size > 1) or holds_base_in_bfloat16(config, options)
         read_in = FORMATS[config.dtype] if is_rounded else None
         limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
         if compiled:
@@ -219,11 +221,14 @@ def _load_parts(
         model,
         mesh,
         device.torch_device,
-        FORMATS[config.dtype] if mesh.axes["dp"] > 1 else None,
+        FORMATS[config.dtype] if mesh.group("dp", "cp").size > 1 else None,
         rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device),
     )
-    dp, tp = mesh.group("dp"), mesh.group("tp")
-    pieces = find_pieces(model, dp=(dp.rank, dp.size), tp=(tp.rank, tp.size))
+    rows, tp = mesh.group("dp", "cp"), mesh.group("tp")
+    pieces = find_pieces(model, dp=(rows.rank, rows.size), tp=(tp.rank, tp.size))
+    if mesh.axes["cp"] > 1:
+        check_context_parallel(model.whole.config, mesh.axes["cp"])
+        model.context = PackShare.of(mesh, num_heads=model.num_heads // tp.size)
     folder = Path(config.model_path).expanduser()
     new = _new_weights(model, config)
     _copy(new, pieces)

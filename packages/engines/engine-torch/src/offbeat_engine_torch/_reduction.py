@@ -34,8 +34,8 @@ def choose_reduce_once(
         pieces: of the policy that trains.
         keeps_reference: there is a copy of the first policy.
     """
-    if option != "auto" or layout.dp == 1:
-        return option == "on" and layout.dp > 1
+    if option != "auto" or layout.dp * layout.cp == 1:
+        return option == "on" and layout.dp * layout.cp > 1
     if not device.memory_of_smallest():
         fits = False
     else:

@@ -293,6 +293,19 @@ class Group(DataGroup):
             self._averaged(flat, op)
             return result
 
+    def all_to_all_rows(self, rows: torch.Tensor, *, deadline_s: float | None = None) -> torch.Tensor:
+        """Give row i of `rows`, [size, ...], to member i; return the rows that all have for this one, likewise.
+
+        As `all_to_all` with parts of one size, which need not be counted first.
+        """
+        with self._calls.call("all_to_all_rows", deadline_s):
+            check_rows(rows, self.size, f"all_to_all_rows over {self._calls.text}")
+            self._agree("all_to_all_rows", rows)
+            result = rows.new_empty(rows.shape)
+            own, flat = as_movable(to_flat(rows)), as_movable(result.view(-1))
+            self._run(flat, lambda group, timeout: group.alltoall_base(flat, own, [], [], timeout))
+            return result if self.size > 1 else result.copy_(rows.detach())
+
     def all_to_all(self, rows: Sequence[torch.Tensor], *, deadline_s: float | None = None) -> list[torch.Tensor]:
         """Give part i to member i, and take member j's part for this one: [n_i, ...], of any number of rows."""
         with self._calls.call("all_to_all", deadline_s):

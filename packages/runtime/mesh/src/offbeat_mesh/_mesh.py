@@ -74,7 +74,7 @@ class Mesh:
         self._number = world.count_mesh() if world else 0
         self._groups: dict[tuple[tuple[str, ...], str], Group] = {}
         self._adopted: dict[tuple[str, ...], dist.ProcessGroup] = {}
-        self._device_mesh: DeviceMesh | None = None
+        self._device_meshes: dict[tuple[tuple[str, ...], ...], DeviceMesh] = {}
 
     @property
     def axes(self) -> dict[str, int]:
@@ -135,14 +135,29 @@ class Mesh:
         Raises:
             ConfigError: no world has been joined.
         """
-        if self._device_mesh is None:
-            dims = self.layout.order[::-1]
-            groups = [self.group(axis).process_group for axis in dims]
-            grid = torch.arange(self.size).view([self.axes[axis] for axis in dims])
-            self._device_mesh = DeviceMesh.from_group(
-                groups, self.device.torch_device.type, mesh=grid, mesh_dim_names=dims
+        return self.device_mesh_over(*((axis,) for axis in self.layout.order[::-1]))
+
+    def device_mesh_over(self, *dims: tuple[str, ...]) -> DeviceMesh:
+        """Return the torch DeviceMesh whose dims are these axes, or several of them as one: "dp_cp" for dp and cp.
+
+        The first time it is a call of all processes, as `group` is for each of the dims.
+
+        Args:
+            dims: all axes along which the mesh has more than one process, each once, the slowest first.
+
+        Raises:
+            ConfigError: no world has been joined.
+        """
+        if dims not in self._device_meshes:
+            groups = [self.group(*axes) for axes in dims]
+            grid = torch.arange(self.size).view([group.size for group in groups])
+            self._device_meshes[dims] = DeviceMesh.from_group(
+                [group.process_group for group in groups],
+                self.device.torch_device.type,
+                mesh=grid,
+                mesh_dim_names=tuple("_".join(group.axes) for group in groups),
             )
-        return self._device_mesh
+        return self._device_meshes[dims]
 
     def _make_group(self, axes: tuple[str, ...], channel: str) -> Group:
         ranks = self.layout.members(axes, self.rank)

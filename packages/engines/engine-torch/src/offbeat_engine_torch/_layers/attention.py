@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat_core import ModelError
+from offbeat_engine_torch._layers.exchange import times_to_repeat
 from offbeat_engine_torch._layers.plan import AttentionPlan, Rows, VarlenKeys
 from offbeat_engine_torch._layers.sinks import add_sink_key, leave_to_sinks, sink_gradient, varlen_with_sinks
 from offbeat_training import fits_varlen, varlen_attention
@@ -59,8 +60,10 @@ def packed_attention(
     With `keys`, those of the plan, it attends by `varlen` where that takes the heads, and by `kernel` otherwise.
     `s_aux` are sinks [H], one of each query head.
 
+    Context parallel ranks, which have a run of the pack's tokens each, exchange tokens and heads here.
+
     Returns:
-        [1, T, H, D], and None for the weights.
+        [1, T, H, D] of the tokens that are here, and None for the weights.
 
     Raises:
         ModelError: the model does not hand the plan on, or asks for a soft cap or a bias on the scores, or for a mask.
@@ -71,26 +74,53 @@ def packed_attention(
         raise ModelError(f"{type(module).__name__} caps or biases attention scores: family not supported")
     if attention_mask is not None:  # transformers makes none for this function: the layer has made it itself
         raise ModelError(f"{type(module).__name__} makes its own attention mask: family not supported")
+    scale = query_1HTD.shape[-1] ** -0.5 if scaling is None else scaling
+    how = (plan, kernel, keys, scale, sliding_window)
+    ranks = plan.ranks
+    if ranks is None:
+        return _attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
+    if plan.run is not None:
+        key_1KTD, value_1KTD = ranks.gather_tokens(key_1KTD), ranks.gather_tokens(value_1KTD)
+        return _attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
+    times = times_to_repeat(key_1KTD.shape[1], ranks.size)
+    if times > 1:
+        key_1KTD, value_1KTD = (x.repeat_interleave(times, 1) for x in (key_1KTD, value_1KTD))
+    query, key, value = (ranks.take_heads(x) for x in (query_1HTD, key_1KTD, value_1KTD))
+    sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
+    return ranks.take_tokens(_attend(query, key, value, sinks, *how)), None
+
+
+def _attend(
+    query_1HTD: Tensor,
+    key_1KTD: Tensor,
+    value_1KTD: Tensor,
+    sinks_H: Tensor | None,
+    plan: AttentionPlan,
+    kernel: str,
+    keys: VarlenKeys | None,
+    scale: float,
+    sliding_window: int | None,
+) -> Tensor:
+    """Attend with what is here: [1, T, H, D]."""
     # `squeeze`, for the backward pass of `x[0]` fills a tensor with zeros first.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if keys is not None and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
         query, key = query.to(value.dtype), key.to(value.dtype)
         if keys.index is not None:
             key, value = key.index_select(0, keys.index), value.index_select(0, keys.index)
-        if s_aux is None:
+        if sinks_H is None:
             out = varlen_attention(query, key, value, keys.bounds, scale=scale, window=sliding_window)
         else:
-            out = varlen_with_sinks(query, key, value, s_aux, keys.bounds, scale=scale, window=sliding_window)
-        return out.contiguous()[None], None
+            out = varlen_with_sinks(query, key, value, sinks_H, keys.bounds, scale=scale, window=sliding_window)
+        return out.contiguous()[None]
     # A window that no sequence exceeds hides nothing, and `split` takes none.
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     plain = window is None and query.shape[-1] == value.shape[-1]
     if kernel == "split" and plain:
-        out = _SplitAttention.apply(query, key, value, s_aux, plan, scale)  # type: ignore[no-untyped-call]
+        out = _SplitAttention.apply(query, key, value, sinks_H, plan, scale)  # type: ignore[no-untyped-call]
     else:
-        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, s_aux, plan, scale, window)
-    return out.to(value.dtype).contiguous()[None], None  # some families cut it with `view`
+        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, sinks_H, plan, scale, window)
+    return out.to(value.dtype).contiguous()[None]  # some families cut it with `view`
 
 
 class _SplitAttention(torch.autograd.Function):

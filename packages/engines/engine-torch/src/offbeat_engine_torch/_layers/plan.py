@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat_device import copy_to_device
+from offbeat_engine_torch._layers.exchange import SharedTokens
 from offbeat_training import Indices, Segment, VarlenBounds
 
 Made = TypeVar("Made")
@@ -89,10 +90,19 @@ class WholeLine:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """Attention of one pack: which tokens attend to which, in each form a kernel may want; made on first use."""
+    """Attention of one pack: which tokens attend to which, in each form a kernel may want; made on first use.
+
+    Args:
+        segments: of the pack.
+        device: to attend on.
+        ranks: that share the pack's tokens; None where this one has all of them.
+        run: first token whose query is here, and the one after the last; None for all of the pack.
+    """
 
     segments: tuple[Segment, ...]
     device: torch.device
+    ranks: SharedTokens | None = None
+    run: tuple[int, int] | None = None
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -117,8 +127,16 @@ class AttentionPlan:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
         return self._once(("joined", window), lambda: self._joined_rows(window))
 
+    def shared(self, ranks: SharedTokens, num_tokens: int, run: tuple[int, int] | None) -> "AttentionPlan":
+        """Return the plan of a pack that these ranks share, with padding up to `num_tokens`; see `run` above."""
+        missing = num_tokens - self.num_tokens
+        padding = (Segment(start=self.num_tokens, length=missing),) if missing else ()
+        return AttentionPlan((*self.segments, *padding), self.device, ranks, run)
+
     def arguments(self, kernel: str) -> dict[str, Any]:
         """Return what `packed_attention` is given by name to attend by a kernel."""
+        # Two calls of `split`, of which the second knows no order, take whole segments.
+        kernel = "rows" if kernel == "split" and self.run is not None else kernel
         return {"plan": self, "kernel": kernel, "keys": self.varlen() if kernel == "varlen" else None}
 
     def varlen(self) -> VarlenKeys:
@@ -160,17 +178,31 @@ class AttentionPlan:
         return blocks
 
     def _joined_rows(self, window: int | None) -> list[Rows]:
-        owner = {(segment.start, segment.length): segment for segment in self.segments}
+        keys_of = self._keys_of_runs()
         blocks = []
-        for bucket in _buckets(owner):
-            keys = [_key_indices(self.segments, owner[span]) for span in bucket]
+        for bucket in _buckets(keys_of):
+            keys = [keys_of[span] for span in bucket]
             mask = _joined_mask([length for _, length in bucket], [len(key) for key in keys], window)
             blocks.append(self._rows(bucket, keys, mask))
         return blocks
 
+    def _keys_of_runs(self) -> dict[tuple[int, int], Indices]:
+        """Return spans of queries, counted from the first that is here, with packed indices of the keys of each.
+
+        Those are its prompt's and its own, up to the last query.
+        """
+        first, stop = self.run or (0, self.num_tokens)
+        found = {}
+        for segment in self.segments:
+            begin, end = max(segment.start, first), min(segment.start + segment.length, stop)
+            if begin < end:
+                keys = _key_indices(self.segments, segment)
+                found[begin - first, end - begin] = keys[: len(keys) - (segment.start + segment.length - end)]
+        return found
+
     def _varlen_keys(self) -> VarlenKeys:
-        keys = [_key_indices(self.segments, segment) for segment in self.segments]
-        queries = [segment.length for segment in self.segments]
+        keys_of = self._keys_of_runs()
+        keys, queries = list(keys_of.values()), [length for _, length in keys_of]
         lengths, index = [len(key) for key in keys], np.concatenate(keys)
         first_query, first_key = (self._tensor(np.cumsum([0, *each]).astype(np.int32)) for each in (queries, lengths))
         return VarlenKeys(

@@ -78,22 +78,24 @@ class SingleRank:
 
 
 class ShardedRanks(TrainerRanks):
-    """Several ranks on a mesh of the axes dp and tp; ConfigError where another is larger than 1."""
+    """Several ranks on a mesh of the axes dp, cp and tp; ConfigError where another is larger than 1."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        others = {axis: mesh.axes[axis] for axis in ("cp", "pp", "ep") if mesh.axes[axis] > 1}
+        others = {axis: mesh.axes[axis] for axis in ("pp", "ep") if mesh.axes[axis] > 1}
         if others:
-            raise ConfigError(f"the torch engine cuts its work along dp and tp: got {others}; set them to 1")
+            raise ConfigError(f"the torch engine cuts its work along dp, cp and tp: got {others}; set them to 1")
         self._tp: Group = mesh.group("tp")
-        super().__init__(mesh.group("dp", "tp"), mesh.group("dp"), device, speaks=self._tp.rank == 0)
-        self._layout = mesh.layout
+        speaks = self._tp.rank == 0 and mesh.group("cp").rank == 0
+        super().__init__(mesh.group("dp", "cp", "tp"), mesh.group("dp"), device, speaks=speaks)
+        # Ranks of dp and of cp share out the rows of all parameters.
+        self._rows: Group = mesh.group("dp", "cp")
 
     def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
         """Return the whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small.
 
         Each part is rounded to `dtype` before it is gathered; None, or where nothing is gathered: its own format.
         """
-        group = self._dp if piece.tp_dim is None else self._all
+        group = self._rows if piece.tp_dim is None else self._all
         if group.size == 1 or piece.shared:
             return piece.local
         whole = piece.local.new_empty(piece.shape, dtype=dtype)
@@ -120,9 +122,9 @@ class ShardedRanks(TrainerRanks):
 
     def _box_of(self, piece: Piece, rank: int) -> Box:
         """Return what another rank holds of a parameter."""
-        place = self._layout.coordinates(rank)
-        dp, tp = ((place[axis], self._layout.axes[axis]) for axis in ("dp", "tp"))
-        return piece.box_at(dp=dp, tp=tp)
+        # In the order of ranks, those of tp come first.
+        rows, tp = divmod(self._all.ranks.index(rank), self._tp.size)
+        return piece.box_at(dp=(rows, self._rows.size), tp=(tp, self._tp.size))
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, gradients that each tp rank has for its own heads only; in one call."""

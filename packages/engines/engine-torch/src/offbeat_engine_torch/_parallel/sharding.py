@@ -1,4 +1,4 @@
-"""Cuts a model over the mesh: rows over dp (FSDP2), heads and feed-forward columns over tp.
+"""Cuts a model over the mesh: rows over dp and cp (FSDP2), heads and feed-forward columns over tp.
 
 Tensor parallelism follows the plan that the model family declares to transformers (`base_model_tp_plan`), and cuts
 the rows of embedding and vocabulary head where they divide. Norms are the same on all tp ranks.
@@ -6,14 +6,11 @@ Source: FSDP2 (torch.distributed.fsdp.fully_shard), Megatron-LM (arXiv:1909.0805
 
 Weights cut over tp are DTensors, so that FSDP2 and checkpoints know which part is here; the arithmetic is on plain
 local tensors. (torch's own `ColwiseParallel` works out the placements anew for every number of tokens: 13 ms an
-operation, and packs are never of the same length twice.) Megatron-LM's f and g are `enter` and `leave` here. The sum
-over the ranks is an operation of torch's, so that `torch.compile` makes one call of it in the graph of a layer.
+operation, and packs are never of the same length twice.)
 """
 
 import fnmatch
-import threading
-from typing import Any, Final, Self
-from weakref import WeakValueDictionary
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,97 +21,10 @@ from torch.nn import functional
 
 from offbeat_core import ConfigError, ModelError
 from offbeat_engine_torch._formats import stays_in_float32
+from offbeat_engine_torch._layers.exchange import TensorParallel
 from offbeat_engine_torch._model import CausalModel, here, plain_name
-from offbeat_mesh import Group, Mesh
+from offbeat_mesh import Mesh
 from offbeat_training import LoraLinear, VocabularyPart
-
-
-class TensorParallel:
-    """The ranks that share each layer, in the thread of the forward pass and in that of the backward pass."""
-
-    def __init__(self, mesh: Mesh) -> None:
-        self._thread = threading.get_ident()
-        self._here = mesh.group("tp", channel="forward")
-        self._elsewhere = mesh.group(
-            "tp", channel="backward"
-        )  # on a GPU torch runs the backward pass in its own thread
-        self.mesh: DeviceMesh = mesh.device_mesh["tp"]
-        self.rank, self.size = self._here.rank, self._here.size
-        self._name: str = self._here.process_group.group_name
-        _BY_NAME[self._name] = self
-
-    @classmethod
-    def of(cls, mesh: Mesh) -> Self:
-        """Return the one of a mesh, so that policies of one mesh share compiled layers: their graphs hold its name."""
-        found = _BY_NAME.get(mesh.group("tp", channel="forward").process_group.group_name)
-        return found if isinstance(found, cls) and found._here is mesh.group("tp", channel="forward") else cls(mesh)
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """Add up over the ranks, in place."""
-        return self._group().all_reduce(tensor)
-
-    def largest(self, tensor: Tensor) -> Tensor:
-        """Take the largest over the ranks, in place."""
-        return self._group().all_reduce(tensor, "max")
-
-    def enter(self, x: Tensor) -> Tensor:
-        """Use what all ranks hold for this rank's columns: its gradient is the sum of all columns'."""
-        entered: Tensor = _Enter.apply(x, self._name)  # type: ignore[no-untyped-call]
-        return entered
-
-    def leave(self, part: Tensor) -> Tensor:
-        """Add up what each rank has computed from its rows."""
-        whole: Tensor = _Leave.apply(part, self._name)  # type: ignore[no-untyped-call]
-        return whole
-
-    def _group(self) -> Group:
-        return self._here if threading.get_ident() == self._thread else self._elsewhere
-
-
-_BY_NAME: Final[WeakValueDictionary[str, TensorParallel]] = WeakValueDictionary()
-
-
-@torch.library.custom_op("offbeat_engine_torch::add_up", mutates_args=())
-def _add_up(part: Tensor, name: str) -> Tensor:
-    """Return the sum over the ranks: an operation of torch's, which is one call in a graph.
-
-    All ranks come to the same sums in the same order, compiled too: they compute the same packs, their parts of a layer
-    have the same shapes, and no layer depends on the rank, so that their graphs are the same and are compiled for the
-    same calls. Compiling exchanges nothing: where one rank compiles for longer, the others wait in their next sum.
-
-    Args:
-        part: of this rank.
-        name: of a `TensorParallel`; an operation takes no other objects than tensors, numbers and text.
-    """
-    # A copy: ranks add up in place, and a gradient that autograd hands over is not ours to change.
-    return _BY_NAME[name].add(part.clone(memory_format=torch.contiguous_format))
-
-
-@_add_up.register_fake
-def _like_the_sum(part: Tensor, name: str) -> Tensor:
-    return torch.empty_like(part, memory_format=torch.contiguous_format)
-
-
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, name: str) -> Tensor:
-        ctx.name = name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _add_up(grads[0], ctx.name), None
-
-
-class _Leave(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, part: Tensor, name: str) -> Tensor:
-        whole: Tensor = _add_up(part, name)
-        return whole
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
 
 
 class ColumnLinear(nn.Linear):
@@ -161,34 +71,34 @@ class RowEmbedding(nn.Embedding):
         return self.tp.leave(found.where(held[..., None], 0.0))
 
 
-def cut_linear(layer: Any, tp: TensorParallel, *, columns: bool) -> None:
+def cut_linear(layer: Any, tp: TensorParallel, mesh: DeviceMesh, *, columns: bool) -> None:
     """Turn a layer into a `ColumnLinear` (outputs cut) or a `RowLinear` (inputs cut), in place."""
     if columns:
-        cut_rows(layer, tp)
+        cut_rows(layer, mesh)
         layer.__class__ = ColumnLinear
     else:
-        _cut(layer, "weight", 1, tp)
+        _cut(layer, "weight", 1, mesh)
         layer.__class__ = RowLinear
     layer.tp = tp
 
 
-def cut_embedding(layer: Any, tp: TensorParallel) -> None:
+def cut_embedding(layer: Any, tp: TensorParallel, mesh: DeviceMesh) -> None:
     """Turn an embedding into a `RowEmbedding`, in place."""
-    cut_rows(layer, tp)
+    cut_rows(layer, mesh)
     layer.__class__ = RowEmbedding
     layer.tp = tp
 
 
-def cut_rows(layer: nn.Module, tp: TensorParallel) -> None:
+def cut_rows(layer: nn.Module, mesh: DeviceMesh) -> None:
     """Cut the first dimension of all its own parameters, which leaves its arithmetic to others."""
     for name, _ in list(layer.named_parameters(recurse=False)):
-        _cut(layer, name, 0, tp)
+        _cut(layer, name, 0, mesh)
 
 
-def _cut(layer: nn.Module, name: str, dim: int, tp: TensorParallel) -> None:
+def _cut(layer: nn.Module, name: str, dim: int, mesh: DeviceMesh) -> None:
     parameter = getattr(layer, name)
     # src_data_rank None: each rank takes its part of what it has, and nothing is sent.
-    cut = distribute_tensor(parameter, tp.mesh, [Shard(dim)], src_data_rank=None)
+    cut = distribute_tensor(parameter, mesh, [Shard(dim)], src_data_rank=None)
     layer.register_parameter(name, nn.Parameter(cut, requires_grad=parameter.requires_grad))
 
 
@@ -214,13 +124,14 @@ def shard_model(
             in float32; None for float32. Gradients are added up in float32, and what the layers hand on is in it.
         rounds_vocabulary: gather embedding and head in that format too, unless the family keeps one in float32.
     """
-    layers, dp_mesh = find_layers(model), mesh.device_mesh["dp"]
+    layers, meshes = find_layers(model), mesh.device_mesh_over(("dp", "cp"), ("tp",))
+    dp_mesh = meshes["dp_cp"]
     if not layers:
         raise ModelError(f"{type(model.whole).__name__} names no decoder layers: train it on one rank")
     if mesh.axes["tp"] > 1:
-        tp = TensorParallel.of(mesh)
-        _cut_layers(model, tp)
-        _cut_vocabulary(model, tp)
+        tp = TensorParallel.of(mesh, "tp")
+        _cut_layers(model, tp, meshes["tp"])
+        _cut_vocabulary(model, tp, meshes["tp"])
     within_layers = {id(module) for layer in layers for module in layer.modules()}
     kept = kept_in_float32(model) if autocast else set()
     for layer in layers:
@@ -352,34 +263,34 @@ def check_tensor_parallel(config: Any, family: str, size: int) -> None:
         raise ConfigError(f"tp = {size} must divide the model's heads and feed-forward width: got {', '.join(wrong)}")
 
 
-def _cut_layers(model: CausalModel, tp: TensorParallel) -> None:
+def _cut_layers(model: CausalModel, tp: TensorParallel, mesh: DeviceMesh) -> None:
     config = model.whole.config
     check_tensor_parallel(config, type(model.whole).__name__, tp.size)
     plan = _plan(config)
     for name, module in model.whole.named_modules():
         style = plan_style(plan, model, name)
         if style in (COLUMNS, ROWS):
-            _cut_layer(module, tp, columns=style == COLUMNS)
+            _cut_layer(module, tp, mesh, columns=style == COLUMNS)
 
 
-def _cut_layer(module: nn.Module, tp: TensorParallel, *, columns: bool) -> None:
+def _cut_layer(module: nn.Module, tp: TensorParallel, mesh: DeviceMesh, *, columns: bool) -> None:
     """Cut a linear layer; of an adapter, the side that meets the cut dimension is cut with it."""
     if isinstance(module, LoraLinear):
-        cut_linear(module.lora_base, tp, columns=columns)
-        cut_linear(module.lora_B if columns else module.lora_A, tp, columns=columns)
+        cut_linear(module.lora_base, tp, mesh, columns=columns)
+        cut_linear(module.lora_B if columns else module.lora_A, tp, mesh, columns=columns)
     else:
         assert isinstance(module, nn.Linear)
-        cut_linear(module, tp, columns=columns)
+        cut_linear(module, tp, mesh, columns=columns)
 
 
-def _cut_vocabulary(model: CausalModel, tp: TensorParallel) -> None:
+def _cut_vocabulary(model: CausalModel, tp: TensorParallel, mesh: DeviceMesh) -> None:
     """Cut the rows of embedding and head, where they divide."""
     embedding, head = model.whole.get_input_embeddings(), model.head
     # Where they do not, every rank holds both whole.
     if head.out_features % tp.size or embedding.num_embeddings % tp.size:
         return
-    cut_embedding(embedding, tp)
-    cut_linear(head, tp, columns=True)
+    cut_embedding(embedding, tp, mesh)
+    cut_linear(head, tp, mesh, columns=True)
     # Cutting has made each of the two a parameter of its own.
     model.whole.tie_weights()
     model.part = VocabularyPart(first=tp.rank * (head.out_features // tp.size), add=tp.add, largest=tp.largest)
