@@ -128,9 +128,12 @@ def test_a_rank_that_may_not_be_started_again_ends_the_run_and_one_rank_goes_on(
 
 
 @pytest.mark.nightly
-def test_two_ranks_that_share_every_layer_train_as_one(command: CommandLine, config: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("axis", ["tensor_parallel", "context_parallel"])
+def test_two_ranks_that_share_layers_or_tokens_train_as_one(
+    command: CommandLine, config: Path, tmp_path: Path, axis: str
+) -> None:
     words = ["train", config, *WORDS, "--engine.max_updates=3", "--eval.every_updates=1"]
-    shared = [*RANKS, "--engine.options", "{tensor_parallel = 2}"]
+    shared = [*RANKS, "--engine.options", f"{{{axis} = 2}}"]
     with RunningCommand(_cli.main, *words, "--out", tmp_path / "run", *shared) as process:
         assert process.wait() == 0, process.output
     ended = command(*words, "--out", tmp_path / "undisturbed")

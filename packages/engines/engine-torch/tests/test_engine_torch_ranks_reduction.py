@@ -5,6 +5,7 @@ import pytest
 import torch
 from pictured_sequences import Pictures
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
 from offbeat_device import DeviceMemory
@@ -40,10 +41,12 @@ class Sums(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.num = 0
+        self.num = self.num_bytes = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.num += "reduce_scatter" in function.overloadpacket.__name__
+        if "reduce_scatter" in function.overloadpacket.__name__:
+            self.num += 1
+            self.num_bytes += max(each.nbytes for each in tree_leaves(args) if isinstance(each, torch.Tensor))
         return function(*args, **(kwargs or {}))
 
 
@@ -187,3 +190,29 @@ def test_a_tower_that_runs_in_one_micro_batch_is_added_up_with_the_last(pictured
     one = train(create(pictured, None, "off", max_tokens_per_microbatch=64), updates, weighted_loss)
     many = create(pictured, mesh, "on", max_tokens_per_microbatch=64)
     assert_same(train(many, updates, weighted_loss), one, 2e-5)
+
+
+STEPS = 50
+
+
+@pytest.mark.mesh(dp=2)
+def test_gradients_added_up_in_bfloat16_are_half_the_bytes_and_learn_alike(model_folder, mesh, weighted_loss):
+    sent, found = [], []
+    for reduce_dtype in ("float32", "bfloat16"):
+        settings = {"dtype": "bfloat16", "options": {"reduce_dtype": reduce_dtype, "head_dtype": "float32"}}
+        engine = create(model_folder, mesh, "on", **settings)
+        with Sums() as sums:
+            engine.forward_backward(UPDATES[0], weighted_loss)
+        sent.append(sums.num_bytes)
+        engine.step()
+        found.append([train(engine, [UPDATES[n % 2 * 2]], weighted_loss)[0] for n in range(STEPS)])
+    vocabulary = 4 * 320 * 32  # embedding and head are one, in float32
+    norm = 4 * 32
+    assert sent[1] - vocabulary - norm == (sent[0] - vocabulary - norm) // 2
+    exact, rounded = (np.array(each) for each in found)
+    assert exact[-1, 0] < exact[0, 0] - 0.05, "it learns"
+    apart = np.abs(rounded - exact).max(0)
+    print(f"losses {apart[0]:.2g} and norms {apart[1]:.2g} apart over {STEPS} steps")
+    assert 0 < apart[0] < 0.02
+    with pytest.raises(ConfigError, match='reduce_dtype = "bfloat16" needs dtype'):
+        TorchTrainEngine.plan(TrainEngineConfig(model_path=str(model_folder), options={"reduce_dtype": "bfloat16"}), 2)

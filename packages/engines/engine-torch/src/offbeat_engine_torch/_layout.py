@@ -56,6 +56,12 @@ class TorchEngineOptions:
         "of the model that trains. auto does where the devices have free memory for that; not on CPUs.",
         choices=("auto", "on", "off"),
     )
+    reduce_dtype: str = setting(
+        "float32",
+        "Number format in which ranks add up the gradients of layers: bfloat16 sends half the bytes, rounds each sum "
+        "to 8 bits, and needs dtype bfloat16. Sums of several micro-batches are float32 whatever it is.",
+        choices=("float32", "bfloat16"),
+    )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
@@ -99,12 +105,28 @@ def holds_base_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOption
     return bool(config.lora_rank) and config.dtype == "bfloat16" and wanted != "float32"
 
 
+def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) -> bool:
+    """Return whether ranks add up the gradients of layers in bfloat16.
+
+    Raises:
+        ConfigError: they should, and the layers compute in float32.
+    """
+    wanted = options.reduce_dtype == "bfloat16"
+    if wanted and config.dtype != "bfloat16":
+        raise ConfigError(
+            f'option reduce_dtype = "bfloat16" needs dtype = "bfloat16", got "{config.dtype}": gradients of float32 '
+            'would be rounded on their way alone; set dtype = "bfloat16", or leave the option "float32"'
+        )
+    return wanted
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
     device = open_device(config.device)
     width, cp = options.tensor_parallel, options.context_parallel
+    adds_up_in_bfloat16(config, options)
     dp = num_data_parallel(num_ranks, options)
     layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width)
     if options.reduce_once == "on" and dp * cp > 1:

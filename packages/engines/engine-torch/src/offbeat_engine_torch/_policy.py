@@ -25,6 +25,7 @@ from offbeat_engine_torch._layers.recompute import recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
+    adds_up_in_bfloat16,
     check_context_parallel,
     gathers_vocabulary_in_bfloat16,
     head_multiplies_in_bfloat16,
@@ -223,6 +224,7 @@ def _load_parts(
         device.torch_device,
         FORMATS[config.dtype] if mesh.group("dp", "cp").size > 1 else None,
         rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device),
+        reduced=torch.bfloat16 if adds_up_in_bfloat16(config, options) else torch.float32,
     )
     rows, tp = mesh.group("dp", "cp"), mesh.group("tp")
     pieces = find_pieces(model, dp=(rows.rank, rows.size), tp=(tp.rank, tp.size))

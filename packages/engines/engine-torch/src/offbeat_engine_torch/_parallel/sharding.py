@@ -113,6 +113,7 @@ def shard_model(
     autocast: torch.dtype | None = None,
     *,
     rounds_vocabulary: bool = False,
+    reduced: torch.dtype = torch.float32,
 ) -> None:
     """Give an outlined model memory on `device` for what this rank holds of it. The values are left open.
 
@@ -121,8 +122,9 @@ def shard_model(
         mesh: of all ranks.
         device: of this rank.
         autocast: format in which the layers compute, and in which their weights are gathered, but for those that stay
-            in float32; None for float32. Gradients are added up in float32, and what the layers hand on is in it.
+            in float32; None for float32. What the layers hand on is in float32.
         rounds_vocabulary: gather embedding and head in that format too, unless the family keeps one in float32.
+        reduced: format in which the gradients of layers are added up; those of all else are added up in float32.
     """
     layers, meshes = find_layers(model), mesh.device_mesh_over(("dp", "cp"), ("tp",))
     dp_mesh = meshes["dp_cp"]
@@ -138,7 +140,7 @@ def shard_model(
         layer.to_empty(device=device)
         for module in kept.intersection(layer.modules()):
             _fully_shard(module, dp_mesh)  # before its layer, which takes what is left
-        _fully_shard(layer, dp_mesh, autocast)
+        _fully_shard(layer, dp_mesh, autocast, reduced)
     for module in model.modules():
         if id(module) not in within_layers:
             module.to_empty(device=device, recurse=False)
@@ -224,10 +226,15 @@ def find_layers(model: CausalModel) -> list[nn.Module]:
     return [each for each in model.backbone.modules() if names & {base.__name__ for base in type(each).__mro__}]
 
 
-def _fully_shard(module: nn.Module, mesh: DeviceMesh, autocast: torch.dtype | None = None) -> None:
+def _fully_shard(
+    module: nn.Module,
+    mesh: DeviceMesh,
+    autocast: torch.dtype | None = None,
+    reduced: torch.dtype = torch.float32,
+) -> None:
     """Shard rows; gradients are added up, not averaged: losses are divided by the totals of the whole update."""
     if mesh.size() > 1:
-        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=reduced, cast_forward_inputs=False)
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(enable=True)
