@@ -1,6 +1,8 @@
 """The configuration, the order of the data, the loss mask, and the plan."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -9,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, Qwen3_5TextConfig
 
 from offbeat_core import check_limits, dump_config, load_config, parse_config
 from offbeat_data import EpochOrder, load_tokenizer
@@ -113,6 +116,32 @@ def test_a_plan_for_a_cluster_says_what_its_devices_have_room_for(
     ended = command("plan", config, "--cluster", nodes, f"--model.path={model}", *on_devices, *words)
     assert ended.code == 0, ended.err
     assert f"chosen engine.max_tokens_per_microbatch = {said}" in " ".join(ended.out.split())
+
+
+def test_a_plan_estimates_a_model_whose_layers_have_the_gated_delta_rule(
+    command: CommandLine, config: Path, model: Path, tmp_path: Path
+) -> None:
+    """Of a tiny one here, and of one of 9B parameters on a cluster, for whose devices the budget is chosen."""
+    sizes = {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}
+    tiny = Qwen3_5TextConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=4,
+        **{f"linear_{name}": size for name, size in sizes.items()},
+    )
+    shutil.copytree(model, folder := tmp_path / "tiny")
+    AutoModelForCausalLM.from_config(tiny).save_pretrained(folder)
+    here = command("plan", config, f"--model.path={folder}")
+    assert here.code == 0, here.err
+    assert re.search(r"model qwen3_5_text, .* a rank: weights .* activations ", " ".join(here.out.split()))
+    Qwen3_5TextConfig().save_pretrained(large := tmp_path / "large")
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text('[[nodes]]\nname = "one"\naccelerators = 8\naccelerator_memory_gib = 80\n')
+    on_devices = ["--engine.device=auto", "--engine.dtype=auto", "--engine.num_ranks=8", OPEN]
+    there = command("plan", config, "--cluster", nodes, f"--model.path={large}", *on_devices)
+    assert there.code == 0, there.err
+    assert "32768, activation_checkpointing = true (trainer 65.7 of 68 GiB)" in " ".join(there.out.split())
 
 
 def test_only_what_the_assistant_says_is_learned(config: Path, model: Path) -> None:

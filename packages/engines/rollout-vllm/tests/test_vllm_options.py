@@ -11,6 +11,7 @@ from offbeat_core import (
     BackendError,
     CacheNeeds,
     ConfigError,
+    HeldBytes,
     RolloutEngineConfig,
     RolloutEngineSettings,
     load_backend,
@@ -132,6 +133,19 @@ def test_an_engine_on_a_device_sleeps_and_leaves_memory_to_others_where_it_share
     assert "gpu_memory_utilization" not in engine_arguments(config, VllmRolloutOptions.parse({})[0], is_cpu=True), (
         "a CPU has kv_cache_gb"
     )
+
+
+@pytest.mark.parametrize(
+    ("given", "held"),
+    [
+        ({}, HeldBytes(states_per_sample=2)),
+        ({"enable_prefix_caching": False}, HeldBytes()),
+        ({"mamba_ssm_cache_dtype": "float32"}, HeldBytes(state=4, states_per_sample=2)),
+        ({"mamba_ssm_cache_dtype": "auto", "kv_cache_dtype": "fp8"}, HeldBytes(cache=1, states_per_sample=2)),
+    ],
+)
+def test_a_sample_holds_a_second_state_where_others_may_go_on_from_its_prompt(given, held):
+    assert VllmRolloutEngine.held_bytes(replace(CONFIG, options=given)) == held
 
 
 def test_pipeline_ranks_are_refused_before_anything_starts():

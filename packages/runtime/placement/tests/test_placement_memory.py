@@ -1,6 +1,8 @@
 """Parameter counts and activations, against the models that transformers builds."""
 
 import json
+from dataclasses import replace
+from weakref import WeakSet
 
 import pytest
 
@@ -15,7 +17,7 @@ from offbeat_placement import (
     train_advice,
     train_memory,
 )
-from offbeat_placement._memory import block_activations
+from offbeat_placement._memory import block_activations, kept_bytes
 
 TEXT = {
     "vocab_size": 97,
@@ -55,6 +57,21 @@ def with_vision(text, vision):
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **top}
 
 
+RULE = {
+    **QWEN3,
+    "num_hidden_layers": 5,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 24,
+    "linear_conv_kernel_dim": 4,
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+}
+SPARSE_RULE = {**RULE, **MOE, "num_hidden_layers": 5, "mlp_only_layers": [], "shared_expert_intermediate_size": 20}
+QWEN3_5_MOE = {key: value for key, value in SPARSE_RULE.items() if key not in {"intermediate_size", "mlp_only_layers"}}
+QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
+KINDS = ["linear_attention", "full_attention"]
+
 MODELS = {
     "llama": TEXT,
     "llama, tied": {**TEXT, "tie_word_embeddings": True},
@@ -71,6 +88,22 @@ MODELS = {
     "qwen3_vl": with_vision(QWEN3, QWEN3_VISION),
     "qwen3_vl, tied": with_vision({**QWEN3, "tie_word_embeddings": True}, QWEN3_VISION),
     "qwen3_vl_moe": with_vision({**MOE, "mlp_only_layers": []}, QWEN3_VISION),
+    "qwen3_5_text": RULE,
+    "qwen3_5_text, tied": {**RULE, "tie_word_embeddings": True, "layer_types": KINDS + KINDS[:1] * 3},
+    "qwen3_5_text, biased": {**RULE, "attention_bias": True},
+    "qwen3_5": with_vision(RULE, QWEN3_5_VISION),
+    "qwen3_5_moe_text": QWEN3_5_MOE,
+    "qwen3_5_moe": with_vision(QWEN3_5_MOE, QWEN3_5_VISION),
+    "qwen3_next": SPARSE_RULE,
+    "qwen3_next, every second": {**SPARSE_RULE, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 3},
+    "olmo_hybrid": RULE,
+    # The defaults of these are sizes of published models.
+    "qwen3_5_text, 9B": {},
+    "qwen3_5, 9B": {},
+    "qwen3_5_moe_text, 35B-A3B": {},
+    "qwen3_5_moe, 35B-A3B": {},
+    "qwen3_next, 80B-A3B": {},
+    "olmo_hybrid, 7B": {},
 }
 
 
@@ -82,7 +115,7 @@ def build(name, folder, device="meta"):
     family = name.partition(",")[0]
     config = AutoConfig.for_model(family, **MODELS[name])
     config.save_pretrained(folder)
-    kind = AutoModelForImageTextToText if "vision_config" in MODELS[name] else AutoModelForCausalLM
+    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
     with torch.device(device):
         model = kind.from_config(config)
     model.tie_weights()
@@ -100,35 +133,61 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
     assert shape.decoder_parameters == sum(weight.numel() for block in blocks for weight in block.parameters())
     vision = [weight for key, weight in model.named_parameters() if ".visual." in key]
     assert shape.num_vision_parameters == sum(weight.numel() for weight in vision)
+    linear = [layer for block in blocks for layer in block.modules() if type(layer).__name__ == "Linear"]
+    assert shape.adapted_width == sum(layer.in_features + layer.out_features for layer in linear)
+    recurrent = [block for block in blocks if hasattr(block, "linear_attn")]
+    assert shape.num_rule_layers == len(recurrent)
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
 def test_activations_are_those_that_torch_keeps(name, tmp_path):
+    config, model = build(name, tmp_path, "cpu")
+    per_block = (count_kept(model, 3) - count_kept(model, 1)) / 2
+    estimated = 4 * TOKENS * block_activations(ModelShape.from_config(config))
+    assert estimated == pytest.approx(per_block, rel=0.15)
+
+
+TOKENS = 128
+"""Two rows of one chunk of the gated delta rule each."""
+
+
+class Saved:
+    """A tensor for as long as the graph keeps it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def count_kept(model, num_layers):
+    """Bytes that torch keeps of the first so many blocks for the backward pass."""
     import torch
 
-    config, model = build(name, tmp_path, "cpu")
-    model.config._attn_implementation = "sdpa"
+    blocks, model.model.layers = model.model.layers, model.model.layers[:num_layers]
+    model.eval().config._attn_implementation = "sdpa"  # as the engine: without dropout
     weights = {weight.data_ptr() for weight in model.parameters()}
-    ids = torch.arange(64).view(2, 32)
+    ids, kept = torch.arange(TOKENS).view(2, -1) % TEXT["vocab_size"], WeakSet()
 
-    def kept(num_layers):
-        held = {}
+    def save(tensor):
+        kept.add(saved := Saved(tensor))
+        return saved
 
-        def keep(tensor):
-            storage = tensor.untyped_storage()
-            if storage.data_ptr() not in weights:
-                held[storage.data_ptr()] = storage.nbytes()
-            return tensor
+    model.model.config.num_hidden_layers = num_layers
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
+        output = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    assert output.requires_grad
+    model.model.layers = blocks
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (saved.tensor.untyped_storage() for saved in kept)}
+    return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
 
-        model.model.config.num_hidden_layers = num_layers
-        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-            output = model.model(input_ids=ids, use_cache=False).last_hidden_state
-        assert output.requires_grad
-        return sum(held.values())
 
-    per_block = (kept(3) - kept(1)) / 2
-    estimated = 4 * ids.numel() * block_activations(ModelShape.from_config(config))
-    assert estimated == pytest.approx(per_block, rel=0.15)
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])
+def test_activations_of_both_kinds_of_blocks_are_those_that_torch_keeps(name, tmp_path):
+    config, model = build(name, tmp_path, "cpu")
+    assert config["layer_types"] == KINDS[:1] * 3 + KINDS[1:] + KINDS[:1]
+    kept = [count_kept(model, num_layers) for num_layers in (1, 3, 4)]
+    of_attention, *_, of_rule = kept_bytes(ModelShape.from_config(config), 4)
+    assert TOKENS * of_rule == pytest.approx((kept[1] - kept[0]) / 2, rel=0.15)
+    assert TOKENS * of_attention == pytest.approx(kept[2] - kept[1], rel=0.15)
 
 
 SMALL_HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4}
@@ -418,6 +477,23 @@ def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):
     assert sizes == [2 * 2 * 16 * 3 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2]
     parts = RolloutMemory(max_running=5, max_model_len=7).estimate(shape).parts
     assert parts["KV cache"] == 5 * 7 * sizes[0]
+
+
+def test_a_sample_has_keys_of_its_tokens_in_layers_with_attention_and_states_in_the_others():
+    shape = shape_of("qwen3_5_text", None)  # one layer with attention, with 2 heads of width 16, and four with the rule
+    memory = RolloutMemory(max_running=5, max_model_len=7)
+    assert memory.kv_bytes_per_token(shape) == 2 * 2 * 16 * 2
+    window, state = 3 * (2 * 2 * 32 + 4 * 24), 4 * 32 * 24
+    assert memory.state_bytes_per_sample(shape) == 4 * (2 * window + 2 * state)
+    assert replace(memory, tensor_parallel=2).state_bytes_per_sample(shape) == 2 * (2 * window + 2 * state)
+    assert replace(memory, state_bytes=4).state_bytes_per_sample(shape) == 4 * (2 * window + 4 * state)
+    assert replace(memory, states_per_sample=2).state_bytes_per_sample(shape) == 8 * (2 * window + 2 * state)
+    in_float32 = ModelShape.from_config({**RULE, "model_type": "qwen3_5_text", "mamba_ssm_dtype": "float32"})
+    assert memory.state_bytes_per_sample(in_float32) == 4 * (2 * window + 4 * state)
+    longest = 7 * memory.kv_bytes_per_token(shape) + memory.state_bytes_per_sample(shape)
+    assert memory.estimate(shape).parts["KV cache and states"] == 5 * longest
+    assert replace(memory, cache_bytes=10).estimate(shape).parts["KV cache and states"] == longest
+    assert replace(memory, cache_bytes=0).estimate(shape).parts["KV cache and states of one sample"] == longest
 
 
 def test_a_classifier_has_no_row_for_each_token(tmp_path):

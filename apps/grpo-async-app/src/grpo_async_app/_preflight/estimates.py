@@ -216,6 +216,8 @@ def _estimate_engine(
         weight_bytes=number_bytes,
         matrix_bytes=held.matrices or number_bytes,
         kv_bytes=held.cache or number_bytes,
+        state_bytes=held.state or 0,
+        states_per_sample=held.states_per_sample,
         tensor_parallel=settings.tensor_parallel,
         max_running=settings.max_running,
         max_model_len=settings.max_model_len,

@@ -275,12 +275,24 @@ def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBud
     return CacheBudget(cache_bytes=left, limit_bytes=0 if fixed else limit, advice=advice)
 
 
+_STATE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
 def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
-    """Return what vLLM holds in FP8. See `HeldBytes`. A CPU computes with no blocks and holds them in `dtype`."""
+    """Return what vLLM holds in FP8, and states. See `HeldBytes`. A CPU computes with no blocks, and holds `dtype`.
+
+    A sample whose prompt others may begin with has a second state, of where they may go on.
+    Source: vllm 0.32.0, vllm/v1/kv_cache_interface.py and vllm/model_executor/models/config.py.
+    """
     options, _ = VllmRolloutOptions.parse(settings.options)
     in_blocks = settings.weight_format == FP8 and settings.device != "cpu"
     in_fp8_cache = str(options.engine.get("kv_cache_dtype", "")).startswith("fp8")
-    return HeldBytes(matrices=1 if in_blocks else None, cache=1 if in_fp8_cache else None)
+    return HeldBytes(
+        matrices=1 if in_blocks else None,
+        cache=1 if in_fp8_cache else None,
+        state=_STATE_BYTES.get(options.engine.get("mamba_ssm_cache_dtype", "auto")),
+        states_per_sample=2 if options.engine.get("enable_prefix_caching", True) else 1,
+    )
 
 
 def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:

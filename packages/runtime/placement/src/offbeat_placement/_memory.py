@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_core import TrainEngineSettings, TrainLayout, read_model_json
-from offbeat_placement._model_shape import ModelShape
+from offbeat_placement._model_shape import DeltaRule, ModelShape
 
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 512 * 2**20
@@ -18,6 +18,8 @@ _HEAD_BYTES_ON_CPU: Final = 64 * 2**20
 _KEPT_BYTES: Final = 2 * 2**30
 """Most that the default engine keeps of the logits for the backward pass, on a device with its own memory."""
 _KEPT_BYTES_ON_CPU: Final = 256 * 2**20
+_CHUNK_TOKENS: Final = 64
+"""Tokens of a chunk of the gated delta rule, by default in transformers and in flash-linear-attention."""
 
 
 @dataclass(frozen=True)
@@ -132,24 +134,19 @@ class TrainMemory:
         """Return the same as `_held` for what is trained."""
         if not self.lora_rank:
             return self._held(shape, stage)
-        adapters = self._num_adapter_weights(shape) / (self.tensor_parallel * self.pipeline_parallel)
+        adapters = self.lora_rank * shape.adapted_width / (self.tensor_parallel * self.pipeline_parallel)
         return adapters / self._share(stage, self.data_parallel)
 
     def _share(self, stage: int, replicas: float) -> float:
         return replicas if stage and self.zero_stage >= stage else 1
 
-    def _num_adapter_weights(self, shape: ModelShape) -> int:
-        ends = 2 * shape.hidden + 2 * shape.query_width + 2 * (shape.hidden + shape.kv_width)  # q, o; k, v
-        ends += 3 * (shape.hidden + shape.mlp_width)
-        return shape.num_layers * ends * self.lora_rank
-
     def _activations(self, shape: ModelShape) -> float:
         """Return what the forward pass keeps for the backward pass."""
-        block = block_activations(shape) / self.tensor_parallel
-        num_blocks = shape.num_layers / self.pipeline_parallel
+        blocks = [size / self.tensor_parallel for size in kept_bytes(shape, self.compute_bytes)]
+        inputs = shape.num_layers * shape.hidden * self.compute_bytes / self.pipeline_parallel
+        of_token = inputs + max(blocks) if self.recomputes else sum(blocks) / self.pipeline_parallel
         # A pipeline's first rank holds as many micro-batches as there are stages.
-        numbers = num_blocks * shape.hidden + block if self.recomputes else num_blocks * block
-        return self.tokens * self.compute_bytes * numbers * self.pipeline_parallel
+        return self.tokens * of_token * self.pipeline_parallel
 
     def _logits(self, shape: ModelShape) -> float:
         """float32 logits and their gradient, and what is kept."""
@@ -158,19 +155,58 @@ class TrainMemory:
         return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * vocabulary + kept
 
 
+def kept_bytes(shape: ModelShape, compute_bytes: int) -> list[int]:
+    """Return the bytes that each decoder block keeps of one token for its backward pass, blocks with attention first.
+
+    Args:
+        shape: of the model.
+        compute_bytes: of one number in the activations.
+    """
+    of_attention = compute_bytes * block_activations(shape)
+    of_rule = _kept_by_rule(shape, shape.rule, compute_bytes) if shape.rule else 0
+    return [of_attention] * shape.num_attention_layers + [of_rule] * shape.num_rule_layers
+
+
 def block_activations(shape: ModelShape) -> int:
-    """Numbers that one decoder block keeps of one token for its backward pass.
+    """Numbers that one decoder block with attention keeps of one token for its backward pass.
 
     Counted as in arXiv:2205.05198, section 4.1, for a block with RMS norms, flash attention, rotary positions and a
-    gated feed-forward part, without dropout: each norm keeps its input, the scaled input and what the matrices after
-    it read (6h); attention keeps queries, keys, values and its output (twice: as made, and as the output projection
-    reads it); the feed-forward part keeps gate, its activation, up, and their product. Tests count what torch keeps.
+    gated feed-forward part, without dropout: see `_around_attention`; attention keeps queries, keys, values and its
+    output (twice: as made, and as the output projection reads it), and of gates what is gated, the gate and its
+    activation. Tests count what torch keeps.
     """
     attention = 3 * shape.query_width + 2 * shape.kv_width
     if shape.norms_heads:
         attention += 2 * (shape.query_width + shape.kv_width)
+    if shape.gates_attention:
+        attention += 3 * shape.query_width
+    return _around_attention(shape) + attention
+
+
+def _around_attention(shape: ModelShape) -> int:
+    """Numbers that the norms and the feed-forward part of a block keep of one token.
+
+    Each norm keeps its input, the scaled input and what the matrices after it read (6h); the feed-forward part keeps
+    gate, its activation, up, and their product.
+    """
     routed = 2 * shape.num_experts_per_token * shape.hidden
-    return 6 * shape.hidden + attention + 4 * shape.mlp_width + routed
+    return 6 * shape.hidden + 4 * shape.mlp_width + routed
+
+
+def _kept_by_rule(shape: ModelShape, rule: DeltaRule, compute_bytes: int) -> int:
+    """Bytes that one block with the gated delta rule keeps of one token, computed by transformers' torch functions.
+
+    Their rule is in float32 whatever the rest is in. It keeps queries and keys, each repeated for its heads of values,
+    as given, normalised, and for each of its products; values as given, solved for, and corrected; of each token five
+    rows of its chunk: decays, the systems before and after them, and scores twice; and the states of each chunk. The
+    convolution keeps its input, and its output before the activation. The norm of the output keeps that and its gate,
+    in the format of the rest and in float32.
+    """
+    keys = 11 * rule.num_value_heads * rule.key_dim
+    chunks = 5 * rule.num_value_heads * _CHUNK_TOKENS + rule.state_size // _CHUNK_TOKENS
+    in_float32 = keys + 3 * rule.value_width + chunks + 3 * rule.value_width
+    others = _around_attention(shape) + 2 * rule.num_channels + 3 * rule.value_width
+    return 4 * in_float32 + compute_bytes * others
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,6 +218,9 @@ class RolloutMemory:
         matrix_bytes: of one weight of the decoder blocks; 0: `weight_bytes`. Scales of FP8 blocks are not counted: they
             add 4 bytes to 16384.
         kv_bytes: of one number in the KV cache.
+        state_bytes: of one number in the states of layers with the gated delta rule; 0: as the model's config.json has
+            it, or `weight_bytes`.
+        states_per_sample: states of each such layer that a sample holds at a time.
         tensor_parallel: ranks that share each matrix and the heads.
         pipeline_parallel: ranks that share the blocks.
         max_running: samples decoded together.
@@ -194,6 +233,8 @@ class RolloutMemory:
     weight_bytes: int = 2
     matrix_bytes: int = 0
     kv_bytes: int = 2
+    state_bytes: int = 0
+    states_per_sample: int = 1
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     max_running: int = 64
@@ -203,11 +244,12 @@ class RolloutMemory:
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank, with a KV cache for one sample of the longest at least."""
-        longest = self.max_model_len * self.kv_bytes_per_token(shape)
+        longest = self.max_model_len * self.kv_bytes_per_token(shape) + self.state_bytes_per_sample(shape)
         wanted = self.max_running * longest if self.cache_bytes is None else self.cache_bytes
+        cache = "KV cache and states" if shape.rule else "KV cache"
         parts = {
             "weights": self.held_weights(shape),
-            "KV cache" if wanted else "KV cache of one sample": max(wanted, longest),
+            cache if wanted else f"{cache} of one sample": max(wanted, longest),
             "weight sync": self.sync_bytes,
         }
         return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
@@ -224,7 +266,20 @@ class RolloutMemory:
         Source: arXiv:2309.06180, section 3.
         """
         heads = max(1.0, shape.num_kv_heads / self.tensor_parallel)
-        return 2 * heads * shape.head_dim * shape.num_layers / self.pipeline_parallel * self.kv_bytes
+        return 2 * heads * shape.head_dim * shape.num_attention_layers / self.pipeline_parallel * self.kv_bytes
+
+    def state_bytes_per_sample(self, shape: ModelShape) -> float:
+        """Bytes on one rank, however long the sample is, of layers with the gated delta rule; 0 without such layers.
+
+        They hold the rule's states, and what the convolution reads again: all tokens of its window but the newest.
+        Source: vllm 0.32.0, model_executor/layers/mamba/mamba_utils.py, without what fills pages.
+        """
+        if not (rule := shape.rule):
+            return 0
+        window = rule.num_channels * (rule.window - 1) * self.weight_bytes
+        states = rule.state_size * (self.state_bytes or rule.state_bytes or self.weight_bytes)
+        num_states = shape.num_rule_layers * self.states_per_sample
+        return num_states * (window + states) / (self.tensor_parallel * self.pipeline_parallel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,7 +300,7 @@ class ClassifierMemory:
         Args:
             shape: of the model, read with `has_head=False`.
         """
-        activations = self.tokens * self.weight_bytes * block_activations(shape)
+        activations = self.tokens * max(kept_bytes(shape, self.weight_bytes))
         return MemoryEstimate({"weights": shape.num_parameters * self.weight_bytes, "activations": activations})
 
 

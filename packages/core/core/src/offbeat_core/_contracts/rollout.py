@@ -290,10 +290,15 @@ class HeldBytes:
     Args:
         matrices: of one weight of the layers' matrices; None: the format of `dtype`.
         cache: of one number of keys and values; None: the format of `dtype`.
+        state: of one number of the states of layers with the gated delta rule; None: what the model's config.json says,
+            or the format of `dtype`.
+        states_per_sample: states of each such layer that a sample holds at a time.
     """
 
     matrices: int | None = None
     cache: int | None = None
+    state: int | None = None
+    states_per_sample: int = 1
 
 
 @dataclass(frozen=True, kw_only=True)
