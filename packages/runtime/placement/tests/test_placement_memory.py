@@ -18,6 +18,7 @@ from offbeat_placement import (
     train_memory,
 )
 from offbeat_placement._memory import block_activations, kept_bytes
+from offbeat_placement._model_shape import _FAMILIES
 
 TEXT = {
     "vocab_size": 97,
@@ -57,6 +58,7 @@ def with_vision(text, vision):
     return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **top}
 
 
+NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 RULE = {
     **QWEN3,
     "num_hidden_layers": 5,
@@ -65,8 +67,25 @@ RULE = {
     "linear_key_head_dim": 32,
     "linear_value_head_dim": 24,
     "linear_conv_kernel_dim": 4,
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id")),
+    **NO_TOKENS,
 }
+GLM = {**QWEN3, **NO_TOKENS, "attention_bias": False}
+MOE_ALONE = {key: value for key, value in MOE.items() if key not in {"num_experts", "mlp_only_layers"}}
+SHARING = {
+    **TEXT,
+    **NO_TOKENS,
+    "n_routed_experts": 5,
+    "n_shared_experts": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+OTHERWISE_SHARING = {key: value for key, value in SHARING.items() if not key.startswith("n_")}
+OTHERWISE_SHARING |= {"num_experts": 5, "num_shared_experts": 1}
+SHARING_IN_ALL = {key: value for key, value in SHARING.items() if key != "first_k_dense_replace"} | {"head_dim": 16}
+OLMOE = {**TEXT, **NO_TOKENS, "num_experts": 5, "num_experts_per_tok": 2}
 SPARSE_RULE = {**RULE, **MOE, "num_hidden_layers": 5, "mlp_only_layers": [], "shared_expert_intermediate_size": 20}
 QWEN3_5_MOE = {key: value for key, value in SPARSE_RULE.items() if key not in {"intermediate_size", "mlp_only_layers"}}
 QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
@@ -97,6 +116,43 @@ MODELS = {
     "qwen3_next": SPARSE_RULE,
     "qwen3_next, every second": {**SPARSE_RULE, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 3},
     "olmo_hybrid": RULE,
+    "cwm": {**TEXT, "head_dim": 8},
+    "dots1": SHARING,
+    "ernie4_5": {**TEXT, "head_dim": 8},
+    "ernie4_5, biased": {**TEXT, "head_dim": 8, "use_bias": True},
+    "exaone4": TEXT,
+    "exaone_moe": OTHERWISE_SHARING,
+    "flex_olmo": OLMOE,
+    "gemma": QWEN3,
+    "gemma, biased": {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
+    "gemma3_text": QWEN3,
+    "glm": GLM,
+    "glm, biased": {**GLM, "attention_bias": True},
+    "glm4": GLM,
+    "glm4_moe": {**SHARING, "use_qk_norm": True, "head_dim": 16},
+    "glm4_moe, biased": {**SHARING, "use_qk_norm": False, "attention_bias": True, "head_dim": 16},
+    "granite": TEXT,
+    "granite, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
+    "helium": {**TEXT, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
+    "hunyuan_v1_dense": QWEN3,
+    "hunyuan_v1_dense, biased": {**QWEN3, "attention_bias": True},
+    "hy_v3": {**OTHERWISE_SHARING, "head_dim": 16},
+    "mellum": {**MOE_ALONE, "num_local_experts": 5},
+    "minimax_m2": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
+    "ministral": QWEN3,
+    "ministral3": QWEN3,
+    "mixtral": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
+    "olmo2": TEXT,
+    "olmo3": TEXT,
+    "olmoe": OLMOE,
+    "phi3": {**TEXT, **NO_TOKENS},
+    "qwen2_moe": {**MOE_ALONE, "num_experts": 5, "shared_expert_intermediate_size": 20},
+    "qwen2_moe, unbiased": {**MOE, "shared_expert_intermediate_size": 20, "qkv_bias": False},
+    "seed_oss": {**QWEN3, "attention_bias": True},
+    "seed_oss, biased": {**QWEN3, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
+    "smollm3": {**TEXT, **NO_TOKENS},
+    "smollm3, biased": {**TEXT, **NO_TOKENS, "attention_bias": True, "mlp_bias": True},
+    "solar_open": SHARING_IN_ALL,
     # The defaults of these are sizes of published models.
     "qwen3_5_text, 9B": {},
     "qwen3_5, 9B": {},
@@ -139,7 +195,20 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
     assert shape.num_rule_layers == len(recurrent)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3"])
+def test_parameters_of_every_family_are_counted():
+    assert {name.partition(",")[0] for name in MODELS} == set(_FAMILIES)
+
+
+OF_BLOCKS = [
+    *("cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense"),
+    *("llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+    *("dots1", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "mellum", "minimax_m2", "mixtral", "olmoe"),
+    *("qwen2_moe", "solar_open"),
+]
+"""Models of text whose last two blocks are alike."""
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
 def test_activations_are_those_that_torch_keeps(name, tmp_path):
     config, model = build(name, tmp_path, "cpu")
     per_block = (count_kept(model, 3) - count_kept(model, 1)) / 2
@@ -506,7 +575,7 @@ def test_a_classifier_has_no_row_for_each_token(tmp_path):
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():
-    with pytest.raises(ModelError, match="'gpt2' is not known: known families are llama"):
+    with pytest.raises(ModelError, match="'gpt2' is not known: known families are cwm"):
         ModelShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ModelError, match="lacks 'intermediate_size'"):
         ModelShape.from_config({"model_type": "llama", **{k: v for k, v in TEXT.items() if k != "intermediate_size"}})

@@ -186,11 +186,11 @@ def block_activations(shape: ModelShape) -> int:
 def _around_attention(shape: ModelShape) -> int:
     """Numbers that the norms and the feed-forward part of a block keep of one token.
 
-    Each norm keeps its input, the scaled input and what the matrices after it read (6h); the feed-forward part keeps
+    Each norm keeps its input, the scaled input and what the matrices after it read (3h); the feed-forward part keeps
     gate, its activation, up, and their product.
     """
     routed = 2 * shape.num_experts_per_token * shape.hidden
-    return 6 * shape.hidden + 4 * shape.mlp_width + routed
+    return 3 * shape.num_norms * shape.hidden + 4 * shape.mlp_width + routed
 
 
 def _kept_by_rule(shape: ModelShape, rule: DeltaRule, compute_bytes: int) -> int:

@@ -1,11 +1,11 @@
 """A model's sizes and parameter count from its config.json alone: no weights, no torch.
 
 Legend: d head width, V rows of the vocabulary. Source of every formula: the constructors in transformers 5.19,
-`models/{llama,qwen2,qwen3,qwen3_moe,qwen3_next,qwen3_5,olmo_hybrid}/modeling_*.py`; tests count the real models.
+`models/FAMILY/modeling_*.py` for each family below; tests count the real models.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -19,31 +19,73 @@ class _Family:
 
     Args:
         biased_qkv: projections to queries, keys and values have biases.
+        biased_out: `attention_bias` gives the output projection a bias too.
         normed: norms of queries and keys: of each head, or of all heads together ("width"); "" for none.
+        num_norms: of a block, each of the hidden size.
         head_dim: d where the config gives none; None: an equal part of the hidden size.
+        fused_qkv: queries, keys and values come from one linear layer.
+        fused_mlp: gate and up come from one linear layer.
         gates_attention: the projection to queries makes as many gates, which multiply the output of attention.
-        has_shared_expert: beside experts there is one that every token passes, times a gate of its own.
+        shares_expert: beside experts there are some that every token passes: "gated", one times a gate of its own, or
+            "plain"; "" for none.
+        wide_experts: an expert is as wide as a feed-forward part without experts.
+        is_tied: embedding and head are one matrix where the config does not say.
         rule_inputs: linear layers that read the residual stream in a layer with the gated delta rule; 0: the family has
             no such layers.
     """
 
     biased_qkv: bool = False
+    biased_out: bool = True
     normed: str = ""
+    num_norms: int = 2
     head_dim: int | None = None
+    fused_qkv: bool = False
+    fused_mlp: bool = False
     gates_attention: bool = False
-    has_shared_expert: bool = False
+    shares_expert: str = ""
+    wide_experts: bool = False
+    is_tied: bool = False
     rule_inputs: int = 0
 
 
 _PLAIN: Final = _Family()
 _QWEN2: Final = _Family(biased_qkv=True)
 _QWEN3: Final = _Family(normed="head", head_dim=128)
-_QWEN3_5: Final = _Family(normed="head", head_dim=256, gates_attention=True, has_shared_expert=True, rule_inputs=4)
+_QWEN3_5: Final = _Family(normed="head", head_dim=256, gates_attention=True, shares_expert="gated", rule_inputs=4)
+_NORMED: Final = _Family(normed="head")
+_OLMO2: Final = _Family(normed="width")
+_OLMOE: Final = _Family(normed="width", wide_experts=True)
+_NORMED_SHARING: Final = _Family(normed="head", shares_expert="plain")
 _FAMILIES: Final = {
+    "cwm": _PLAIN,
+    "dots1": _NORMED_SHARING,
+    "ernie4_5": _Family(is_tied=True),
+    "exaone4": _NORMED,
+    "exaone_moe": _NORMED_SHARING,
+    "flex_olmo": _OLMOE,
+    "gemma": _Family(head_dim=256, is_tied=True),
+    "gemma3_text": _Family(normed="head", num_norms=4, head_dim=256, is_tied=True),
+    "glm": _Family(biased_out=False, head_dim=128, fused_mlp=True),
+    "glm4": _Family(biased_out=False, num_norms=4, head_dim=128, fused_mlp=True),
+    "glm4_moe": _Family(biased_out=False, normed="head", head_dim=128, shares_expert="plain"),
+    "granite": _PLAIN,
+    "helium": _Family(biased_out=False, head_dim=128),
+    "hunyuan_v1_dense": _NORMED,
+    "hy_v3": _NORMED_SHARING,
     "llama": _PLAIN,
+    "mellum": _NORMED,
+    "minimax_m2": _OLMOE,
+    "ministral": _PLAIN,
+    "ministral3": _PLAIN,
     "mistral": _PLAIN,
+    "mixtral": _Family(wide_experts=True),
+    "olmo2": _OLMO2,
+    "olmo3": _OLMO2,
     "olmo_hybrid": _Family(normed="width", rule_inputs=6),
+    "olmoe": _OLMOE,
+    "phi3": _Family(fused_qkv=True, fused_mlp=True),
     "qwen2": _QWEN2,
+    "qwen2_moe": _Family(biased_qkv=True, shares_expert="gated"),
     "qwen2_vl": _QWEN2,
     "qwen2_5_vl": _QWEN2,
     "qwen3": _QWEN3,
@@ -52,9 +94,12 @@ _FAMILIES: Final = {
     "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
     "qwen3_moe": _QWEN3,
-    "qwen3_next": _Family(normed="head", head_dim=256, gates_attention=True, has_shared_expert=True, rule_inputs=2),
+    "qwen3_next": _Family(normed="head", head_dim=256, gates_attention=True, shares_expert="gated", rule_inputs=2),
     "qwen3_vl": _QWEN3,
     "qwen3_vl_moe": _QWEN3,
+    "seed_oss": _Family(biased_out=False),
+    "smollm3": _Family(is_tied=True),
+    "solar_open": _Family(biased_out=False, shares_expert="plain"),
 }
 
 
@@ -115,6 +160,7 @@ class ModelShape:
         head_dim: d.
         mlp_width: inner width of the feed-forward part that one token passes, its experts added up.
         num_experts_per_token: 0 for a dense model.
+        num_norms: of a block, each of the hidden size.
         norms_heads: queries and keys are normalised.
         gates_attention: each number of the output of attention is multiplied by a gate.
         rule: sizes of the layers with the gated delta rule; None for a model of attention alone.
@@ -138,6 +184,7 @@ class ModelShape:
     mlp_width: int
     num_experts_per_token: int
     norms_heads: bool
+    num_norms: int = 2
     gates_attention: bool = False
     rule: DeltaRule | None = None
     num_rule_layers: int = 0
@@ -202,7 +249,13 @@ class _Count:
 
 
 def _linear(num_in: int, num_out: int, *, biased: bool = False) -> _Count:
-    return _Count(num_in * num_out + num_out * biased, num_in + num_out)
+    return _linears(num_in, [num_out], biased=biased)
+
+
+def _linears(num_in: int, outputs: Sequence[int], *, biased: bool = False, num_layers: int = 0) -> _Count:
+    """Linear layers of one input, as many as outputs where `num_layers` is not given."""
+    outs = sum(outputs)
+    return _Count(num_in * outs + outs * biased, (num_layers or len(outputs)) * num_in + outs)
 
 
 def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> ModelShape:
@@ -220,9 +273,9 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         _count_rule(rule, traits, hidden) if rule and layer in rule_layers else attention for layer in range(num_layers)
     ]
     mlps = [_count_mlp(text, traits, layer) for layer in range(num_layers)]
-    blocks = [mixer + mlp + _Count(2 * hidden) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    blocks = [mixer + mlp + _Count(traits.num_norms * hidden) for mixer, mlp in zip(mixers, mlps, strict=True)]
     decoder_parameters = sum(block.parameters for block in blocks)
-    is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))
+    is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", traits.is_tied))
     embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2)
     vision = count_vision(family, config["vision_config"], hidden) if config.get("vision_config") else 0
     return cls(
@@ -230,7 +283,7 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         num_parameters=decoder_parameters + hidden + embeddings + vision,
         decoder_parameters=decoder_parameters,
         num_vision_parameters=vision,
-        expert_parameters=sum(_count_experts(text, layer).parameters for layer in range(num_layers)),
+        expert_parameters=sum(_count_experts(text, traits, layer).parameters for layer in range(num_layers)),
         adapted_width=sum(block.width for block in blocks),
         num_layers=num_layers,
         block_parameters=max(block.parameters for block in blocks),
@@ -242,7 +295,8 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         head_dim=head_dim,
         mlp_width=max(_mlp_width(text, traits, layer) for layer in range(num_layers)),
         num_experts_per_token=text.get("num_experts_per_tok", 0) if _num_experts(text) else 0,
-        norms_heads=bool(traits.normed),
+        norms_heads=bool(_normed(text, traits)),
+        num_norms=traits.num_norms,
         gates_attention=traits.gates_attention,
         rule=rule,
         num_rule_layers=len(rule_layers),
@@ -269,10 +323,14 @@ def _read_rule(text: Mapping[str, Any]) -> DeltaRule:
 
 def _count_rule(rule: DeltaRule, traits: _Family, hidden: int) -> _Count:
     """Projections, convolution, decay and step of each head, and the norm of the output."""
-    outputs = rule.num_channels + rule.value_width + 2 * rule.num_value_heads
+    outputs = [rule.num_channels, rule.value_width, rule.num_value_heads, rule.num_value_heads]
     inner = rule.num_channels * rule.window + 2 * rule.num_value_heads + rule.value_dim
-    into = _Count(hidden * outputs, traits.rule_inputs * hidden + outputs)
+    into = _linears(hidden, outputs, num_layers=traits.rule_inputs)
     return into + _Count(inner) + _linear(rule.value_width, hidden)
+
+
+def _normed(text: Mapping[str, Any], traits: _Family) -> str:
+    return traits.normed if text.get("use_qk_norm", True) else ""
 
 
 def _count_attention(
@@ -280,51 +338,71 @@ def _count_attention(
 ) -> _Count:
     """Four projections, and the norms of queries and keys."""
     hidden, query_width, kv_width = text["hidden_size"], num_heads * head_dim, num_kv_heads * head_dim
-    biased = not traits.biased_qkv and bool(text.get("attention_bias", False))
-    into = [query_width * (2 if traits.gates_attention else 1), kv_width, kv_width]
-    norms = {"": 0, "head": 2 * head_dim, "width": query_width + kv_width}[traits.normed]
-    count = _Count(norms) + _linear(query_width, hidden, biased=biased)
-    return sum((_linear(hidden, width, biased=biased or traits.biased_qkv) for width in into), count)
+    biased = not traits.biased_qkv and _is_biased(text, "attention_bias")
+    biased_qkv = biased or (traits.biased_qkv and text.get("qkv_bias", True))
+    biased_out = (biased and traits.biased_out) or text.get("attention_out_bias", False)
+    outputs = [query_width * (2 if traits.gates_attention else 1), kv_width, kv_width]
+    norms = {"": 0, "head": 2 * head_dim, "width": query_width + kv_width}[_normed(text, traits)]
+    into = _linears(hidden, outputs, biased=biased_qkv, num_layers=1 if traits.fused_qkv else 0)
+    return into + _Count(norms) + _linear(query_width, hidden, biased=biased_out)
+
+
+def _is_biased(text: Mapping[str, Any], key: str) -> bool:
+    return bool(text.get(key, text.get("use_bias", False)))
 
 
 def _num_experts(text: Mapping[str, Any]) -> int:
-    return int(text.get("num_experts") or text.get("num_local_experts") or 0)
+    return int(text.get("num_experts") or text.get("num_local_experts") or text.get("n_routed_experts") or 0)
 
 
 def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
+    if kinds := text.get("mlp_layer_types"):
+        return bool(kinds[layer] == "sparse")
     return bool(
         _num_experts(text)
+        and layer >= text.get("first_k_dense_replace", 0)
         and layer not in (text.get("mlp_only_layers") or [])
         and (layer + 1) % text.get("decoder_sparse_step", 1) == 0
     )
 
 
-def _count_experts(text: Mapping[str, Any], layer: int) -> _Count:
+def _expert_width(text: Mapping[str, Any], traits: _Family) -> int:
+    return int(text["intermediate_size" if traits.wide_experts else "moe_intermediate_size"])
+
+
+def _shared_width(text: Mapping[str, Any], traits: _Family) -> int:
+    """Inner width of the experts that every token passes."""
+    if traits.shares_expert == "gated":
+        return int(text["shared_expert_intermediate_size"])
+    count = text.get("n_shared_experts") or text.get("num_shared_experts") or 0
+    return count * _expert_width(text, traits) if traits.shares_expert else 0
+
+
+def _count_experts(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
     """Experts of a block to which tokens are routed."""
     if not _is_sparse(text, layer):
         return _Count()
-    return _Count(_num_experts(text) * 3 * text["hidden_size"] * text["moe_intermediate_size"])
+    return _Count(_num_experts(text) * 3 * text["hidden_size"] * _expert_width(text, traits))
 
 
 def _count_mlp(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
     """Feed-forward part of a block."""
-    hidden, biased = text["hidden_size"], bool(text.get("mlp_bias", False))
-    if not _is_sparse(text, layer):
-        return _gated(hidden, text["intermediate_size"], biased=biased)
-    routed = _count_experts(text, layer) + _Count(_num_experts(text) * hidden)  # each has its row of the router
-    if not traits.has_shared_expert:
-        return routed
-    return routed + _gated(hidden, text["shared_expert_intermediate_size"]) + _linear(hidden, 1)
-
-
-def _gated(hidden: int, inner: int, *, biased: bool = False) -> _Count:
-    into = _linear(hidden, inner, biased=biased)
-    return into + into + _linear(inner, hidden, biased=biased)
+    hidden, biased, num_layers = text["hidden_size"], _is_biased(text, "mlp_bias"), 1 if traits.fused_mlp else 2
+    sparse = _is_sparse(text, layer)
+    count = _Count()
+    if sparse:
+        count += _count_experts(text, traits, layer) + _Count(_num_experts(text) * hidden)  # each has a row of a router
+        if traits.shares_expert == "gated":
+            count += _linear(hidden, 1)
+    if inner := _shared_width(text, traits) if sparse else text["intermediate_size"]:
+        count += _linears(hidden, [inner, inner], biased=biased, num_layers=num_layers)
+        count += _linear(inner, hidden, biased=biased)
+    return count
 
 
 def _mlp_width(text: Mapping[str, Any], traits: _Family, layer: int) -> int:
     """Inner width of the feed-forward part of a block that one token passes."""
     if not _is_sparse(text, layer):
         return int(text["intermediate_size"])
-    shared = text["shared_expert_intermediate_size"] if traits.has_shared_expert else 0
-    return int(text["moe_intermediate_size"] * text["num_experts_per_tok"] + shared)
+    routed = _expert_width(text, traits) * int(text["num_experts_per_tok"])
+    return routed + _shared_width(text, traits)
