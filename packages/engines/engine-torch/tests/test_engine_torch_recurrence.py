@@ -85,6 +85,20 @@ def assert_same_gradients(found, wanted):
         assert (found[1][name] - grad).abs().max() <= 5e-4 * grad.abs().max(), name
 
 
+def test_the_plan_says_whether_kernels_compute_the_rule(folder, monkeypatch, tmp_path):
+    """They are installed and the layers compute in bfloat16; the plan does not import them."""
+
+    def is_fused(dtype):
+        return TorchTrainEngine.plan(TrainEngineConfig(model_path=str(folder), device="cpu", dtype=dtype))
+
+    assert not is_fused("bfloat16").fuses_recurrence
+    (tmp_path / "fla").mkdir()
+    (tmp_path / "fla" / "__init__.py").write_text("raise RuntimeError")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_fused("bfloat16").fuses_recurrence
+    assert not is_fused("float32").fuses_recurrence
+
+
 def gradients_alone(folder, sequences):
     """Loss and gradients by transformers, a sequence at a time."""
     model = reference_model(folder)

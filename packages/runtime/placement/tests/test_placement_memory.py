@@ -1,10 +1,10 @@
-"""Parameter counts and activations, against the models that transformers builds."""
+"""Parameter counts, against the models that transformers builds, and the memory that follows from them."""
 
 import json
 from dataclasses import replace
-from weakref import WeakSet
 
 import pytest
+from placement_models import MODELS, MOE, RULE, TEXT, build, shape_of
 
 from offbeat_core import ModelError, TrainEngineSettings, TrainLayout
 from offbeat_placement import (
@@ -17,165 +17,8 @@ from offbeat_placement import (
     train_advice,
     train_memory,
 )
-from offbeat_placement._memory import block_activations, kept_bytes
+from offbeat_placement._memory import block_activations
 from offbeat_placement._model_shape import _FAMILIES
-
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 48,
-    "intermediate_size": 80,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-}
-QWEN3 = {**TEXT, "head_dim": 16}
-MOE = {**QWEN3, "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "mlp_only_layers": [1]}
-QWEN2_VISION = {"depth": 2, "embed_dim": 32, "hidden_size": 48, "num_heads": 4, "patch_size": 14, "mlp_ratio": 4}
-QWEN2_5_VISION = {
-    "depth": 2,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_heads": 4,
-    "out_hidden_size": 48,
-    "fullatt_block_indexes": [1],
-}
-QWEN3_VISION = {
-    "depth": 3,
-    "hidden_size": 32,
-    "intermediate_size": 56,
-    "num_heads": 4,
-    "out_hidden_size": 48,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0, 2],
-}
-
-
-def with_vision(text, vision):
-    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 3, 3]}
-    top = {"tie_word_embeddings": text["tie_word_embeddings"]}
-    return {"text_config": {**text, "rope_parameters": rope}, "vision_config": vision, **top}
-
-
-NO_TOKENS = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
-RULE = {
-    **QWEN3,
-    "num_hidden_layers": 5,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 32,
-    "linear_value_head_dim": 24,
-    "linear_conv_kernel_dim": 4,
-    **NO_TOKENS,
-}
-GLM = {**QWEN3, **NO_TOKENS, "attention_bias": False}
-MOE_ALONE = {key: value for key, value in MOE.items() if key not in {"num_experts", "mlp_only_layers"}}
-SHARING = {
-    **TEXT,
-    **NO_TOKENS,
-    "n_routed_experts": 5,
-    "n_shared_experts": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
-OTHERWISE_SHARING = {key: value for key, value in SHARING.items() if not key.startswith("n_")}
-OTHERWISE_SHARING |= {"num_experts": 5, "num_shared_experts": 1}
-SHARING_IN_ALL = {key: value for key, value in SHARING.items() if key != "first_k_dense_replace"} | {"head_dim": 16}
-OLMOE = {**TEXT, **NO_TOKENS, "num_experts": 5, "num_experts_per_tok": 2}
-SPARSE_RULE = {**RULE, **MOE, "num_hidden_layers": 5, "mlp_only_layers": [], "shared_expert_intermediate_size": 20}
-QWEN3_5_MOE = {key: value for key, value in SPARSE_RULE.items() if key not in {"intermediate_size", "mlp_only_layers"}}
-QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
-KINDS = ["linear_attention", "full_attention"]
-
-MODELS = {
-    "llama": TEXT,
-    "llama, tied": {**TEXT, "tie_word_embeddings": True},
-    "llama, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
-    "mistral": {**TEXT, "head_dim": 8},
-    "qwen2": TEXT,
-    "qwen2, tied": {**TEXT, "tie_word_embeddings": True},
-    "qwen3": QWEN3,
-    "qwen3, biased": {**QWEN3, "attention_bias": True},
-    "qwen3_moe": MOE,
-    "qwen3_moe, every second": {**MOE, "decoder_sparse_step": 2, "mlp_only_layers": []},
-    "qwen2_vl": with_vision(TEXT, QWEN2_VISION),
-    "qwen2_5_vl": with_vision(TEXT, QWEN2_5_VISION),
-    "qwen3_vl": with_vision(QWEN3, QWEN3_VISION),
-    "qwen3_vl, tied": with_vision({**QWEN3, "tie_word_embeddings": True}, QWEN3_VISION),
-    "qwen3_vl_moe": with_vision({**MOE, "mlp_only_layers": []}, QWEN3_VISION),
-    "qwen3_5_text": RULE,
-    "qwen3_5_text, tied": {**RULE, "tie_word_embeddings": True, "layer_types": KINDS + KINDS[:1] * 3},
-    "qwen3_5_text, biased": {**RULE, "attention_bias": True},
-    "qwen3_5": with_vision(RULE, QWEN3_5_VISION),
-    "qwen3_5_moe_text": QWEN3_5_MOE,
-    "qwen3_5_moe": with_vision(QWEN3_5_MOE, QWEN3_5_VISION),
-    "qwen3_next": SPARSE_RULE,
-    "qwen3_next, every second": {**SPARSE_RULE, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 3},
-    "olmo_hybrid": RULE,
-    "cwm": {**TEXT, "head_dim": 8},
-    "dots1": SHARING,
-    "ernie4_5": {**TEXT, "head_dim": 8},
-    "ernie4_5, biased": {**TEXT, "head_dim": 8, "use_bias": True},
-    "exaone4": TEXT,
-    "exaone_moe": OTHERWISE_SHARING,
-    "flex_olmo": OLMOE,
-    "gemma": QWEN3,
-    "gemma, biased": {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
-    "gemma3_text": QWEN3,
-    "glm": GLM,
-    "glm, biased": {**GLM, "attention_bias": True},
-    "glm4": GLM,
-    "glm4_moe": {**SHARING, "use_qk_norm": True, "head_dim": 16},
-    "glm4_moe, biased": {**SHARING, "use_qk_norm": False, "attention_bias": True, "head_dim": 16},
-    "granite": TEXT,
-    "granite, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
-    "helium": {**TEXT, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
-    "hunyuan_v1_dense": QWEN3,
-    "hunyuan_v1_dense, biased": {**QWEN3, "attention_bias": True},
-    "hy_v3": {**OTHERWISE_SHARING, "head_dim": 16},
-    "mellum": {**MOE_ALONE, "num_local_experts": 5},
-    "minimax_m2": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
-    "ministral": QWEN3,
-    "ministral3": QWEN3,
-    "mixtral": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
-    "olmo2": TEXT,
-    "olmo3": TEXT,
-    "olmoe": OLMOE,
-    "phi3": {**TEXT, **NO_TOKENS},
-    "qwen2_moe": {**MOE_ALONE, "num_experts": 5, "shared_expert_intermediate_size": 20},
-    "qwen2_moe, unbiased": {**MOE, "shared_expert_intermediate_size": 20, "qkv_bias": False},
-    "seed_oss": {**QWEN3, "attention_bias": True},
-    "seed_oss, biased": {**QWEN3, "attention_bias": True, "attention_out_bias": True, "mlp_bias": True},
-    "smollm3": {**TEXT, **NO_TOKENS},
-    "smollm3, biased": {**TEXT, **NO_TOKENS, "attention_bias": True, "mlp_bias": True},
-    "solar_open": SHARING_IN_ALL,
-    # The defaults of these are sizes of published models.
-    "qwen3_5_text, 9B": {},
-    "qwen3_5, 9B": {},
-    "qwen3_5_moe_text, 35B-A3B": {},
-    "qwen3_5_moe, 35B-A3B": {},
-    "qwen3_next, 80B-A3B": {},
-    "olmo_hybrid, 7B": {},
-}
-
-
-def build(name, folder, device="meta"):
-    """The model, and its config.json as transformers writes it."""
-    import torch
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-
-    family = name.partition(",")[0]
-    config = AutoConfig.for_model(family, **MODELS[name])
-    config.save_pretrained(folder)
-    kind = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
-    with torch.device(device):
-        model = kind.from_config(config)
-    model.tie_weights()
-    return json.loads((folder / "config.json").read_text()), model
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -197,66 +40,6 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
 
 def test_parameters_of_every_family_are_counted():
     assert {name.partition(",")[0] for name in MODELS} == set(_FAMILIES)
-
-
-OF_BLOCKS = [
-    *("cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense"),
-    *("llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
-    *("dots1", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "mellum", "minimax_m2", "mixtral", "olmoe"),
-    *("qwen2_moe", "solar_open"),
-]
-"""Models of text whose last two blocks are alike."""
-
-
-@pytest.mark.parametrize("name", OF_BLOCKS)
-def test_activations_are_those_that_torch_keeps(name, tmp_path):
-    config, model = build(name, tmp_path, "cpu")
-    per_block = (count_kept(model, 3) - count_kept(model, 1)) / 2
-    estimated = 4 * TOKENS * block_activations(ModelShape.from_config(config))
-    assert estimated == pytest.approx(per_block, rel=0.15)
-
-
-TOKENS = 128
-"""Two rows of one chunk of the gated delta rule each."""
-
-
-class Saved:
-    """A tensor for as long as the graph keeps it."""
-
-    def __init__(self, tensor):
-        self.tensor = tensor
-
-
-def count_kept(model, num_layers):
-    """Bytes that torch keeps of the first so many blocks for the backward pass."""
-    import torch
-
-    blocks, model.model.layers = model.model.layers, model.model.layers[:num_layers]
-    model.eval().config._attn_implementation = "sdpa"  # as the engine: without dropout
-    weights = {weight.data_ptr() for weight in model.parameters()}
-    ids, kept = torch.arange(TOKENS).view(2, -1) % TEXT["vocab_size"], WeakSet()
-
-    def save(tensor):
-        kept.add(saved := Saved(tensor))
-        return saved
-
-    model.model.config.num_hidden_layers = num_layers
-    with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
-        output = model.model(input_ids=ids, use_cache=False).last_hidden_state
-    assert output.requires_grad
-    model.model.layers = blocks
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (saved.tensor.untyped_storage() for saved in kept)}
-    return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])
-def test_activations_of_both_kinds_of_blocks_are_those_that_torch_keeps(name, tmp_path):
-    config, model = build(name, tmp_path, "cpu")
-    assert config["layer_types"] == KINDS[:1] * 3 + KINDS[1:] + KINDS[:1]
-    kept = [count_kept(model, num_layers) for num_layers in (1, 3, 4)]
-    of_attention, *_, of_rule = kept_bytes(ModelShape.from_config(config), 4)
-    assert TOKENS * of_rule == pytest.approx((kept[1] - kept[0]) / 2, rel=0.15)
-    assert TOKENS * of_attention == pytest.approx(kept[2] - kept[1], rel=0.15)
 
 
 SMALL_HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4}
@@ -333,10 +116,6 @@ def test_parameters_are_those_of_published_checkpoints(name):
     # Source: the totals that the checkpoints' own safetensors files add up to.
     num_parameters, config = PUBLISHED[name]
     assert ModelShape.from_config(config).num_parameters == num_parameters
-
-
-def shape_of(name, tmp_path):
-    return ModelShape.from_config({"model_type": name.partition(",")[0], **MODELS[name]})
 
 
 def test_sharding_divides_what_its_stage_says(tmp_path):
@@ -474,6 +253,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
         optimizer_bytes=12,
         whole_gradient_bytes=5,
         vocabulary_bytes=7,
+        fuses_recurrence=True,
     )
     found = train_memory(engine, layout, shape, on_cpu=on_cpu, keeps_reference=True)
     assert found == TrainMemory(
@@ -494,6 +274,7 @@ def test_a_trainer_s_memory_is_that_of_its_settings_and_its_layout(on_cpu, head_
         keeps_reference=True,
         head_tokens=head_bytes // (4 * shape.vocabulary),
         kept_bytes=kept_bytes,
+        fuses_recurrence=not on_cpu,
     )
     adapters = train_memory(TrainEngineSettings(lora_rank=8), layout, shape, on_cpu=on_cpu, keeps_reference=True)
     assert (adapters.lora_rank, adapters.compute_bytes) == (8, 4)

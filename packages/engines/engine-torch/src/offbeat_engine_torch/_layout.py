@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
+from offbeat_engine_torch._layers.recurrence import has_fused_rule
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._parallel.sharding import check_tensor_parallel
@@ -158,6 +159,7 @@ def layout_of(
         zero_stage=3,
         frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
         vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
+        fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),
     )
 
 

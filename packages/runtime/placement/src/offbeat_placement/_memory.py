@@ -59,6 +59,7 @@ class TrainMemory:
         lora_rank: of adapters on all linear layers of the blocks; 0 trains all weights.
         head_tokens: tokens whose logits exist at the same time; 0: all of the micro-batch.
         kept_bytes: at most, of what is kept of the logits for the backward pass.
+        fuses_recurrence: see `TrainLayout.fuses_recurrence`.
     """
 
     weight_bytes: int = 4
@@ -80,6 +81,7 @@ class TrainMemory:
     lora_rank: int = 0
     head_tokens: int = 0
     kept_bytes: int = 0
+    fuses_recurrence: bool = False
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank."""
@@ -142,7 +144,8 @@ class TrainMemory:
 
     def _activations(self, shape: ModelShape) -> float:
         """Return what the forward pass keeps for the backward pass."""
-        blocks = [size / self.tensor_parallel for size in kept_bytes(shape, self.compute_bytes)]
+        kept = block_bytes(shape, self.compute_bytes, fuses_recurrence=self.fuses_recurrence)
+        blocks = [num_bytes / self.tensor_parallel for num_bytes in kept]
         inputs = shape.num_layers * shape.hidden * self.compute_bytes / self.pipeline_parallel
         of_token = inputs + max(blocks) if self.recomputes else sum(blocks) / self.pipeline_parallel
         # A pipeline's first rank holds as many micro-batches as there are stages.
@@ -155,15 +158,16 @@ class TrainMemory:
         return 2 * 4 * min(self.head_tokens or self.tokens, self.tokens) * vocabulary + kept
 
 
-def kept_bytes(shape: ModelShape, compute_bytes: int) -> list[int]:
+def block_bytes(shape: ModelShape, compute_bytes: int, *, fuses_recurrence: bool = False) -> list[int]:
     """Return the bytes that each decoder block keeps of one token for its backward pass, blocks with attention first.
 
     Args:
         shape: of the model.
         compute_bytes: of one number in the activations.
+        fuses_recurrence: see `TrainLayout.fuses_recurrence`.
     """
     of_attention = compute_bytes * block_activations(shape)
-    of_rule = _kept_by_rule(shape, shape.rule, compute_bytes) if shape.rule else 0
+    of_rule = _kept_by_rule(shape, shape.rule, compute_bytes, fused=fuses_recurrence) if shape.rule else 0
     return [of_attention] * shape.num_attention_layers + [of_rule] * shape.num_rule_layers
 
 
@@ -193,20 +197,26 @@ def _around_attention(shape: ModelShape) -> int:
     return 3 * shape.num_norms * shape.hidden + 4 * shape.mlp_width + routed
 
 
-def _kept_by_rule(shape: ModelShape, rule: DeltaRule, compute_bytes: int) -> int:
-    """Bytes that one block with the gated delta rule keeps of one token, computed by transformers' torch functions.
+def _kept_by_rule(shape: ModelShape, rule: DeltaRule, compute_bytes: int, *, fused: bool) -> int:
+    """Bytes that one block with the gated delta rule keeps of one token, by transformers' torch functions or kernels.
 
-    Their rule is in float32 whatever the rest is in. It keeps queries and keys, each repeated for its heads of values,
-    as given, normalised, and for each of its products; values as given, solved for, and corrected; of each token five
-    rows of its chunk: decays, the systems before and after them, and scores twice; and the states of each chunk. The
-    convolution keeps its input, and its output before the activation. The norm of the output keeps that and its gate,
-    in the format of the rest and in float32.
+    The functions compute the rule in float32 whatever the rest is in. It keeps queries and keys, each repeated for its
+    heads of values, as given, normalised, and for each of its products; values as given, solved for, and corrected; of
+    each token five rows of its chunk: decays, the systems before and after them, and scores twice; and the states of
+    each chunk. The convolution keeps its input, and its output before the activation. The norm of the output keeps that
+    and its gate, in the format of the rest and in float32.
+
+    Kernels keep queries, keys, values and one row of a chunk in the format of the rest, and the convolution's input.
+    Source: fla-core 0.6.0, fla/ops/gated_delta_rule/chunk.py; causal-conv1d, causal_conv1d_interface.py.
     """
+    of_norm = (4 + compute_bytes) * 3 * rule.value_width
+    around = compute_bytes * (_around_attention(shape) + rule.num_channels) + of_norm
+    if fused:
+        row = rule.num_value_heads * _CHUNK_TOKENS
+        return around + compute_bytes * (2 * rule.num_value_heads * rule.key_dim + rule.value_width + row)
     keys = 11 * rule.num_value_heads * rule.key_dim
     chunks = 5 * rule.num_value_heads * _CHUNK_TOKENS + rule.state_size // _CHUNK_TOKENS
-    in_float32 = keys + 3 * rule.value_width + chunks + 3 * rule.value_width
-    others = _around_attention(shape) + 2 * rule.num_channels + 3 * rule.value_width
-    return 4 * in_float32 + compute_bytes * others
+    return around + compute_bytes * rule.num_channels + 4 * (keys + 3 * rule.value_width + chunks)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -300,7 +310,7 @@ class ClassifierMemory:
         Args:
             shape: of the model, read with `has_head=False`.
         """
-        activations = self.tokens * max(kept_bytes(shape, self.weight_bytes))
+        activations = self.tokens * max(block_bytes(shape, self.weight_bytes))
         return MemoryEstimate({"weights": shape.num_parameters * self.weight_bytes, "activations": activations})
 
 
@@ -343,6 +353,7 @@ def train_memory(
         lora_rank=engine.lora_rank,
         head_tokens=max(16, head_bytes // (4 * shape.vocabulary)),
         kept_bytes=_KEPT_BYTES_ON_CPU if on_cpu else _KEPT_BYTES,
+        fuses_recurrence=layout.fuses_recurrence and not on_cpu,
     )
 
 

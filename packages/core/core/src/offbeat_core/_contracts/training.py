@@ -153,6 +153,8 @@ class TrainLayout:
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
+        fuses_recurrence: layers with the gated delta rule compute with kernels that keep little but their inputs for
+            the backward pass, on devices other than processors.
         kernels: description of what computes on the device, where the backend has a choice.
         max_sequence_tokens: longest sequence for which the backend computes what the model's family computes; 0 for
             any. (A backend may find out about a shorter one when it loads the weights.)
@@ -171,6 +173,7 @@ class TrainLayout:
     optimizer_bytes: int = 8
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
+    fuses_recurrence: bool = False
     kernels: str = field(default="", compare=False)
     max_sequence_tokens: int = 0
     max_sequence_reason: str = field(default="", compare=False)

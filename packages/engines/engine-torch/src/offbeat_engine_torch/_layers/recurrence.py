@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable, Iterable
 from functools import cache, partial, wraps
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, Final
 
 import torch
@@ -29,6 +30,7 @@ DELTA_RULE_FAMILIES: Final = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text",
 """`model_type` of the language models whose layers of type linear_attention call the two functions packed here."""
 RULE, CONVOLUTION = "torch_chunk_gated_delta_rule", "causal_conv1d_fn"
 """Names of the two in transformers' modeling modules since 5.16.0."""
+_FUSED_RULE: Final = "fla.ops.gated_delta_rule"
 
 
 def pack_recurrence(whole: nn.Module) -> None:
@@ -133,10 +135,15 @@ def _suits_kernels(x: Tensor) -> bool:
     return x.dtype == torch.bfloat16 and not x.is_cpu
 
 
+def has_fused_rule() -> bool:
+    """Return whether flash-linear-attention is installed; a plan does not import it, for it looks for a device."""
+    return find_spec(_FUSED_RULE.partition(".")[0]) is not None
+
+
 @cache
 def fused_rule() -> Callable[..., Any] | None:
     """Return flash-linear-attention's kernel; None where it is not installed."""
-    return _found("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    return _found(_FUSED_RULE, "chunk_gated_delta_rule")
 
 
 @cache

@@ -1,0 +1,82 @@
+"""Activations that blocks keep for the backward pass, against what torch keeps of models that transformers builds."""
+
+from weakref import WeakSet
+
+import pytest
+from placement_models import KINDS, TEXT, build, shape_of
+
+from offbeat_core import TrainEngineSettings, TrainLayout
+from offbeat_placement import ModelShape, train_memory
+from offbeat_placement._memory import block_activations, block_bytes
+
+OF_BLOCKS = [
+    *("cwm", "ernie4_5", "exaone4", "gemma", "gemma3_text", "glm", "glm4", "granite", "helium", "hunyuan_v1_dense"),
+    *("llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
+    *("dots1", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "mellum", "minimax_m2", "mixtral", "olmoe"),
+    *("qwen2_moe", "solar_open"),
+]
+"""Models of text whose last two blocks are alike."""
+
+
+@pytest.mark.parametrize("name", OF_BLOCKS)
+def test_activations_are_those_that_torch_keeps(name, tmp_path):
+    config, model = build(name, tmp_path, "cpu")
+    per_block = (count_kept(model, 3) - count_kept(model, 1)) / 2
+    estimated = 4 * TOKENS * block_activations(ModelShape.from_config(config))
+    assert estimated == pytest.approx(per_block, rel=0.15)
+
+
+TOKENS = 128
+"""Two rows of one chunk of the gated delta rule each."""
+
+
+class Saved:
+    """A tensor for as long as the graph keeps it."""
+
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+def count_kept(model, num_layers):
+    """Bytes that torch keeps of the first so many blocks for the backward pass."""
+    import torch
+
+    blocks, model.model.layers = model.model.layers, model.model.layers[:num_layers]
+    model.eval().config._attn_implementation = "sdpa"  # as the engine: without dropout
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    ids, kept = torch.arange(TOKENS).view(2, -1) % TEXT["vocab_size"], WeakSet()
+
+    def save(tensor):
+        kept.add(saved := Saved(tensor))
+        return saved
+
+    model.model.config.num_hidden_layers = num_layers
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
+        output = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    assert output.requires_grad
+    model.model.layers = blocks
+    storages = {storage.data_ptr(): storage.nbytes() for storage in (saved.tensor.untyped_storage() for saved in kept)}
+    return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])
+def test_activations_of_both_kinds_of_blocks_are_those_that_torch_keeps(name, tmp_path):
+    config, model = build(name, tmp_path, "cpu")
+    assert config["layer_types"] == KINDS[:1] * 3 + KINDS[1:] + KINDS[:1]
+    kept = [count_kept(model, num_layers) for num_layers in (1, 3, 4)]
+    of_attention, *_, of_rule = block_bytes(ModelShape.from_config(config), 4)
+    assert TOKENS * of_rule == pytest.approx((kept[1] - kept[0]) / 2, rel=0.15)
+    assert TOKENS * of_attention == pytest.approx(kept[2] - kept[1], rel=0.15)
+
+
+def test_kernels_of_the_rule_keep_its_inputs_and_are_not_for_processors():
+    """Queries and keys of 4 heads of 32, values of 4 of 24, a row of a chunk; and one convolution's input less."""
+    shape, engine = shape_of("qwen3_5_text", None), TrainEngineSettings(dtype="bfloat16")
+    functions, kernels = (block_bytes(shape, 2, fuses_recurrence=fuses) for fuses in (False, True))
+    assert functions[0] == kernels[0], "attention"
+    torch_rule = 4 * (11 * 128 + 3 * 96 + 5 * 4 * 64 + 4 * 32 * 24 // 64) + 2 * (2 * 2 * 32 + 96)
+    assert functions[-1] - kernels[-1] == torch_rule - 2 * (2 * 128 + 96 + 4 * 64)
+    for on_cpu in (True, False):
+        memory = train_memory(engine, TrainLayout(fuses_recurrence=True), shape, on_cpu=on_cpu)
+        kept = functions if on_cpu else kernels
+        assert memory.estimate(shape).parts["activations"] == memory.tokens * sum(kept)
