@@ -54,6 +54,17 @@ def test_gradients_are_those_of_single_sequences(kernel, settings, folder, make_
         assert (found[name] - grad).abs().max() <= 1e-4 * grad.abs().max(), name
 
 
+def test_bfloat16_is_no_further_from_float32_than_transformers_in_bfloat16(folder, make_groups):
+    sequences = make_groups(prompt=(10, 30))
+    coarse = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+    exact, theirs = (
+        np.concatenate([reference_logprobs(model, each.ids) * each.loss_mask for each in sequences])
+        for model in (reference_model(folder), coarse)
+    )
+    ours = np.concatenate(TorchTrainEngine.create(config(folder, dtype="bfloat16")).logprobs(sequences))
+    assert 0 < np.abs(ours - exact).mean() <= np.abs(theirs - exact).mean()
+
+
 def test_a_trained_model_is_saved_as_transformers_loads_it(folder, tmp_path, make_groups, weighted_loss):
     engine, sequences = TorchTrainEngine.create(config(folder)), make_groups()
     engine.forward_backward(sequences, weighted_loss)

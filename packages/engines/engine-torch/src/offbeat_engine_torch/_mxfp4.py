@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import Any
 
 import torch
-from transformers.integrations.mxfp4 import Mxfp4Dequantize
 from transformers.utils.quantization_config import Mxfp4Config
 
 
@@ -27,16 +26,11 @@ def forget_mxfp4(config: Any) -> None:
 
 
 def settle_decoded(whole: Any, in_bfloat16: Collection[str]) -> None:
-    """Turn decoded weights to float32, but those named, and let the model be saved as it is.
+    """Bring decoded weights to bfloat16, those named, and float32, the others; and let the model be saved as it is.
 
-    transformers leaves them in bfloat16, whatever format it loads a model in, and would save them under the names of
-    the files that it has read.
+    Expected: they have the format in which a model is asked for, and are saved under their names. Happens: decoded ones
+    are in bfloat16 (transformers 5.19) or float32 (5.24), and 5.19 would save them under the names in the files.
     """
     for name, parameter in whole.named_parameters():
-        if parameter.dtype == torch.bfloat16 and name not in in_bfloat16:
-            parameter.data = parameter.data.float()
-    whole._weight_conversions = [
-        each
-        for each in whole._weight_conversions
-        if not any(isinstance(step, Mxfp4Dequantize) for step in getattr(each, "operations", ()))
-    ]
+        parameter.data = parameter.data.to(torch.bfloat16 if name in in_bfloat16 else torch.float32)
+    whole._weight_conversions = []  # 5.24 itself forgets them; gpt-oss has none but the decoding
