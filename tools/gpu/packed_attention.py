@@ -2,6 +2,7 @@
 
 The kernel is the one that the device asks for (`Device.packed_attention`). The yardstick is torch's scaled-dot-product
 attention over the whole pack in float32, masked by the tokens that each one sees; inputs are the same rounded values.
+A sink is one more key there, without a value, whose score stands in the mask.
 """
 
 import sys
@@ -14,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch
 from gpu.piece import Figures, Place, main, require_close
 from torch import Tensor
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from offbeat_engine_torch._layers.attention import packed_attention
 from offbeat_engine_torch._layers.plan import AttentionPlan
@@ -25,20 +26,19 @@ BOUNDS = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 
 
 class Shape(NamedTuple):
-    """Heads of queries and of keys, size of a head, and the most keys that a query sees (None: all before it)."""
+    """Heads of queries and of keys, size of a head, the most keys that a query sees (None: all before it), sinks."""
 
     queries: int
     keys: int
     size: int
     window: int | None
+    has_sinks: bool = False
 
 
 class Inputs(NamedTuple):
-    """[1, H, T, D], [1, K, T, D] twice, and a gradient [1, T, H, D]."""
+    """[1, H, T, D] and [1, K, T, D] twice, then sinks [H] in float32, if any; and a gradient [1, T, H, D]."""
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
+    leaves: tuple[Tensor, ...]
     grad: Tensor
 
 
@@ -80,22 +80,30 @@ def make_inputs(shape: Shape, num_tokens: int, dtype: torch.dtype, device: torch
     draw = torch.Generator().manual_seed(0)
     sizes = [(1, heads, num_tokens, shape.size) for heads in (shape.queries, shape.keys, shape.keys)]
     drawn = [torch.randn(size, generator=draw) for size in (*sizes, (1, num_tokens, shape.queries, shape.size))]
-    return Inputs(*(each.to(device, dtype) for each in drawn))
+    *leaves, grad = (each.to(device, dtype) for each in drawn)
+    sinks = [torch.linspace(-2, 4, shape.queries, device=device)] if shape.has_sinks else []
+    return Inputs((*leaves, *sinks), grad)
 
 
-def results(attend: Callable[[Tensor, Tensor, Tensor], Tensor], inputs: Inputs) -> list[Tensor]:
+def results(attend: Callable[..., Tensor], inputs: Inputs) -> list[Tensor]:
     """Return output and gradients in float32."""
-    leaves = [each.detach().clone().requires_grad_() for each in inputs[:3]]
+    leaves = [each.detach().clone().requires_grad_() for each in inputs.leaves]
     out = attend(*leaves)
     out.backward(inputs.grad.to(out.dtype))  # type: ignore[no-untyped-call]
     return [each.detach().float() for each in (out, *(leaf.grad for leaf in leaves if leaf.grad is not None))]
 
 
-def plain(mask_TT: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def plain(mask_TT: Tensor, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Compute [1, T, H, D] by the yardstick."""
     heads = query.shape[1] // key.shape[1]
     key, value = (each.float().repeat_interleave(heads, 1) for each in (key, value))
-    out = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask_TT)
+    mask = mask_TT
+    if sinks is not None:
+        key, value = (pad(each, (0, 0, 0, 1)) for each in (key, value))
+        hidden_TT = torch.zeros_like(mask_TT, dtype=torch.float32).masked_fill(~mask_TT, -torch.inf)
+        score_HT = sinks[:, None].expand(-1, len(mask_TT))
+        mask = torch.cat([hidden_TT.expand(len(sinks), -1, -1), score_HT[..., None]], -1)
+    out = scaled_dot_product_attention(query.float(), key, value, attn_mask=mask)
     return out.transpose(1, 2)
 
 
@@ -106,9 +114,9 @@ def compare(shape: Shape, segments: tuple[Segment, ...], place: Place, dtype: to
     inputs = make_inputs(shape, num_tokens, dtype, device)
     plan, mask_TT = AttentionPlan(segments, device), mask_of(segments, shape.window, device)
 
-    def packed(*tensors: Tensor) -> Tensor:
+    def packed(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None = None) -> Tensor:
         how: dict[str, Any] = {**plan.arguments(place.device.packed_attention), "sliding_window": shape.window}
-        return packed_attention(None, *tensors, **how)[0]
+        return packed_attention(None, query, key, value, s_aux=sinks, **how)[0]
 
     wanted = results(lambda *tensors: plain(mask_TT, *tensors), inputs)
     found = results(packed, inputs)
@@ -131,10 +139,11 @@ def run(place: Place) -> Figures:
     dtype = torch.bfloat16 if place.is_accelerator else torch.float32
     segments = pack(3, 4, place.pick(24, 300))
     figures: dict[str, float] = {}
-    for queries, keys, size in ((8, 8, 64), (16, 2, 128), (6, 3, 72)):
+    for queries, keys, size, sinks in ((8, 8, 64, False), (16, 2, 128, False), (6, 3, 72, False), (16, 2, 64, True)):
         for window in (None, place.pick(11, 127)):
-            name = f"error {queries}/{keys} heads of {size}" + (f", window {window}" if window else "")
-            error = compare(Shape(queries, keys, size, window), segments, place, dtype)
+            of_sinks = " with sinks" if sinks else ""
+            name = f"error {queries}/{keys} heads of {size}{of_sinks}" + (f", window {window}" if window else "")
+            error = compare(Shape(queries, keys, size, window, sinks), segments, place, dtype)
             figures[name] = require_close(name, error, BOUNDS[dtype])
     long = tuple(Segment(start=n * place.pick(64, 2048), length=place.pick(64, 2048)) for n in range(4))
     for window in (None, place.pick(16, 512)):
