@@ -1,4 +1,4 @@
-"""Compiled passes over logits compute the same."""
+"""Compiled passes over logits, and compiled updates of weights, compute the same."""
 
 import shutil
 
@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
+from offbeat_core import TrainEngineConfig
 from offbeat_device import prepare_compiler
-from offbeat_training import _logprobs, token_logprobs
+from offbeat_training import ClippedAdamW, _adamw, _logprobs, token_logprobs
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 
@@ -18,11 +19,13 @@ def counter(request, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     _logprobs._fused.cache_clear()
+    _adamw._compiled_update.cache_clear()
     counting, compile_ = CompileCounterWithBackend(request.param), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile_(f, backend=counting, **how))
     prepare_compiler()
     yield counting
     _logprobs._fused.cache_clear()
+    _adamw._compiled_update.cache_clear()
 
 
 @pytest.mark.parametrize("kept", [0, 40, 500], ids=["computed again", "some kept", "all kept"])
@@ -44,3 +47,25 @@ def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_
         for one, other in zip(gradients, exact, strict=True):
             assert (one - other).norm() < 2e-3 * other.norm(), "a last bit of bfloat16 differs here and there"
     assert counter.frame_count <= 3, "chunks that are kept, and chunks that are not, forward and backward"
+
+
+@pytest.mark.parametrize("moments", ["bfloat16", "int8"])
+def test_fused_updates_of_narrow_moments_give_the_weights_of_the_others(moments, counter, monkeypatch):
+    monkeypatch.setattr("offbeat_training._adamw.CHUNK_ELEMENTS", 20_000)
+    config = TrainEngineConfig(model_path="unused", learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
+    shapes = {"a": (100, 300), "b": (70, 576), "experts": (6, 30, 64), "small": (8, 8)}
+
+    def train(*, fused):
+        draw = torch.Generator().manual_seed(0)
+        parameters = {name: torch.nn.Parameter(torch.randn(shape, generator=draw)) for name, shape in shapes.items()}
+        optimizer = ClippedAdamW(parameters, config, moments=moments, fused=fused)
+        for _ in range(4):
+            for parameter in parameters.values():
+                parameter.grad = torch.randn(parameter.shape, generator=draw)
+            optimizer.step(1.0)
+        return parameters
+
+    found, wanted = train(fused=True), train(fused=False)
+    for name, parameter in wanted.items():
+        torch.testing.assert_close(found[name], parameter, rtol=0, atol=1e-5, msg=name)
+    assert counter.frame_count <= 3, "not one for each shape, rate or step"

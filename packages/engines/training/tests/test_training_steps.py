@@ -106,15 +106,18 @@ def test_an_optimizer_goes_on_from_what_another_one_held():
     resumed.step(1.0)  # it has a state of its own, which goes
     for name, each in parameters.items():
         copies[name].data.copy_(each.detach())
-    states = {name: {key: each.clone() for key, each in optimizer.state_of(name).items()} for name in parameters}
-    resumed.load_state(states, optimizer.steps_taken)
+    states = {
+        name: (optimizer.steps_of(name), {key: each.clone() for key, each in optimizer.state_of(name).items()})
+        for name in parameters
+    }
+    resumed.load_state(((name, *state) for name, state in states.items()), optimizer.steps_taken)
     assert (resumed.steps_taken, resumed.learning_rate) == (2, optimizer.learning_rate)
     for each, held in ((optimizer, parameters), (resumed, copies)):
         differentiate(held, 2)
         each.step(1.0)
     assert all(torch.equal(copies[name], each) for name, each in parameters.items())
-    resumed.load_state({"a": states["a"]}, 2)
-    assert resumed.state_of("b") == {}, "what never had a gradient has no moments"
+    resumed.load_state([("a", *states["a"])], 2)
+    assert resumed.steps_of("b") is None, "what never had a gradient has no moments"
 
 
 class Counted:

@@ -138,17 +138,19 @@ def save_state(
 
 
 def write_moments(path: Path, pieces: Sequence[Piece], optimizer: ClippedAdamW, device: Device) -> dict[str, Any]:
-    """Write this rank's own moments; return step count and box of each parameter that is in the file."""
-    tensors: dict[str, Tensor] = random_state(device)
-    parts: dict[str, Any] = {}
+    """Write this rank's own moments, in float32; return step count and box of each parameter that is in the file."""
+    random, parts, specs = random_state(device), {}, []
     for piece in pieces:
-        state = optimizer.state_of(piece.name)
-        if state and piece.owned and num_elements(piece.box):
-            parts[piece.name] = describe_part(float(state["step"]), piece.box)
-            tensors |= {f"{moment}.{piece.name}": state[moment] for moment in MOMENTS}
-    with FileWriter(path, [spec_of(key, tensor) for key, tensor in tensors.items()]) as writer:
-        for key, tensor in tensors.items():
+        steps = optimizer.steps_of(piece.name)
+        if steps is not None and piece.owned and num_elements(piece.box):
+            parts[piece.name] = describe_part(steps, piece.box)
+            specs += [TensorSpec(f"{moment}.{piece.name}", "float32", tuple(piece.local.shape)) for moment in MOMENTS]
+    with FileWriter(path, [*(spec_of(key, tensor) for key, tensor in random.items()), *specs]) as writer:
+        for key, tensor in random.items():
             writer.add(key, tensor)
+        for name in parts:  # one after the other: they may be held in fewer bytes
+            for moment, values in optimizer.state_of(name).items():
+                writer.add(f"{moment}.{name}", values)
     return parts
 
 
@@ -181,19 +183,18 @@ def load_state(
         else:
             state.check(shapes)
             read_weights(folder, pieces, config, ranks)
-        optimizer.load_state({piece.name: _read_moments(state, piece) for piece in pieces}, state.steps_taken)
+        optimizer.load_state(_read_moments(state, pieces), state.steps_taken)
         state.restore_random_state(device, ranks.place, ranks.size)
     return state.steps_refused
 
 
-def _read_moments(state: TrainerState, piece: Piece) -> dict[str, Tensor]:
-    """Step count and moments of one piece; empty for a parameter that never had a gradient."""
-    step = state.step(piece.name)
-    if step is None:
-        return {}
-    read = {moment: state.moments.read(f"{moment}.{piece.name}", piece.box) for moment in MOMENTS}
-    found = {moment: torch.empty_like(piece.local).copy_(values) for moment, values in read.items()}
-    return {"step": torch.tensor(step, device=piece.local.device), **found}
+def _read_moments(state: TrainerState, pieces: Sequence[Piece]) -> Iterator[tuple[str, float, dict[str, Tensor]]]:
+    """Iterate over name, step count and moments of each piece that has had a gradient; this rank's part, float32."""
+    for piece in pieces:
+        step = state.step(piece.name)
+        if step is not None:
+            read = {moment: state.moments.read(f"{moment}.{piece.name}", piece.box) for moment in MOMENTS}
+            yield piece.name, step, {moment: torch.empty_like(piece.local).copy_(each) for moment, each in read.items()}
 
 
 def _write_config(whole: Any, folder: Path) -> None:

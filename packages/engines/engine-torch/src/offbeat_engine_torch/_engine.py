@@ -58,8 +58,9 @@ from offbeat_training import (
 class TorchTrainEngine(StepCounts):
     """A causal language model and its optimizer: implements `offbeat_core.TrainEngine`, on one rank or many.
 
-    Weights, gradients and moments are float32; with dtype bfloat16 the matrix products of the blocks run in bfloat16
-    under autocast, and weights that adapters leave frozen are held in it. Make one with `create`.
+    Weights and gradients are float32, and so are moments unless option moments_dtype says otherwise. With dtype
+    bfloat16 the matrix products of the blocks run in bfloat16 under autocast, and weights that adapters leave frozen
+    are held in it. Make one with `create`.
 
     On a mesh every rank calls every method, in the same order and with the same arguments: the sequences of the whole
     update. The engine takes its share, and each rank returns what one process would.
@@ -89,7 +90,13 @@ class TorchTrainEngine(StepCounts):
         self.config = config
         self.temperature = options.temperature
         self._options, self._device, self._policy, self._ranks, self._mesh = options, device, policy, ranks, mesh
-        self._optimizer = ClippedAdamW(trained_parameters(policy.pieces), config)
+        self._optimizer = ClippedAdamW(
+            trained_parameters(policy.pieces),
+            config,
+            moments=options.moments_dtype,
+            places={piece.name: (piece.shape, piece.box) for piece in policy.pieces},
+            fused=policy.is_compiled,
+        )
         self._partial = partial_gradients(policy.model)
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)

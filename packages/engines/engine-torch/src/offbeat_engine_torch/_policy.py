@@ -68,7 +68,11 @@ FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
 class Policy:
-    """One set of weights on one device, or this rank's part of it."""
+    """One set of weights on one device, or this rank's part of it.
+
+    Attributes:
+        is_compiled: its decoder layers run compiled.
+    """
 
     def __init__(
         self,
@@ -81,7 +85,7 @@ class Policy:
         compiled: CompiledLayers | None = None,
     ) -> None:
         self.model, self.pieces, self._limit = model, pieces, limit
-        self._is_compiled = compiled is not None and compiled.runs
+        self.is_compiled = compiled is not None and compiled.runs
         backbone: Any = model.backbone
         self.images = (
             NoImages()
@@ -128,7 +132,7 @@ class Policy:
             temperature=self._options.temperature,
             coarse=self._head_is_coarse,
             entropy_gradient=self._options.entropy_gradient,
-            fused=self._is_compiled,
+            fused=self.is_compiled,
         )
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
         plan = AttentionPlan(pack.segments, self._device)

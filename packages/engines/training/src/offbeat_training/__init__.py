@@ -18,6 +18,7 @@ from offbeat_training._lora import (
     write_adapter_config,
 )
 from offbeat_training._losses import LossCalls, with_loss_tokens
+from offbeat_training._moments import moment_bytes
 from offbeat_training._optimizer import ClippedAdamW, clip_gradients
 from offbeat_training._packing import (
     Family,
@@ -102,6 +103,7 @@ __all__ = [
     "lay_out",
     "logprobs_of_logits",
     "lora_layers",
+    "moment_bytes",
     "num_elements",
     "open_adapters",
     "overlap",

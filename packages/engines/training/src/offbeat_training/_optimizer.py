@@ -1,35 +1,54 @@
 """AdamW with a schedule, clipping, and the right to refuse a step."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig, learning_rate_at
+from offbeat_training._adamw import NarrowAdamW
+from offbeat_training._moments import is_small
+from offbeat_training._tensor_files import Box, whole_box
 from offbeat_training._trainer_state import MOMENTS
 
 
 class ClippedAdamW:
-    """AdamW over named parameters, float32 throughout.
+    """AdamW over named parameters, computed in float32.
 
     Args:
         parameters: trained parameters by Hugging Face name; weight decay applies to matrices only.
         config: the schedule, betas, decay and clipping.
+        moments: format in which moments are held: float32, bfloat16 or int8. Those of vectors and of small matrices
+            (`is_small`) are float32 in any case.
+        places: shape of the whole of each parameter, and the box of it that this rank has; None: all have the whole.
+        fused: compile the update of narrower moments.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: TrainEngineConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: TrainEngineConfig,
+        *,
+        moments: str = "float32",
+        places: Mapping[str, tuple[Sequence[int], Box]] | None = None,
+        fused: bool = False,
+    ) -> None:
         self.parameters = dict(parameters)
         self.config = config
         self.steps_taken = 0
-        matrices = [p for p in self.parameters.values() if p.ndim >= 2]
-        others = [p for p in self.parameters.values() if p.ndim < 2]
+        places = places or {name: (p.shape, whole_box(p.shape)) for name, p in self.parameters.items()}
+        narrow = {n: p for n, p in self.parameters.items() if moments != "float32" and not is_small(places[n][0])}
+        self._narrow = NarrowAdamW(narrow, places, config, moments, fused=fused)
+        plain = [parameter for name, parameter in self.parameters.items() if name not in narrow]
+        matrices = [p for p in plain if p.ndim >= 2]
+        others = [p for p in plain if p.ndim < 2]
         groups: list[dict[str, Any]] = [
             {"params": matrices, "weight_decay": config.weight_decay},
             {"params": others, "weight_decay": 0.0},
         ]
         self._adam = torch.optim.AdamW(
-            [group for group in groups if group["params"]],
+            groups,
             lr=config.learning_rate,
             betas=(config.adam_beta1, config.adam_beta2),
             eps=config.adam_eps,
@@ -64,28 +83,41 @@ class ClippedAdamW:
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
         self._adam.step()
+        self._narrow.step(self.learning_rate)
         self.steps_taken += 1
 
     def clear(self) -> None:
         """Drop all gradients."""
         self._adam.zero_grad(set_to_none=True)
 
-    def state_of(self, name: str) -> dict[str, Tensor]:
-        """`step` and moments of one parameter; empty when it is not trained or never had a gradient."""
+    def steps_of(self, name: str) -> float | None:
+        """Return the updates that a parameter has had; None when it is not trained or never had a gradient."""
         parameter = self.parameters.get(name)
-        return dict(self._adam.state[parameter]) if parameter is not None and parameter in self._adam.state else {}
+        held = self._adam.state.get(parameter) if parameter is not None else None
+        return float(held["step"]) if held else self._narrow.steps_of(name)
+
+    def state_of(self, name: str) -> dict[str, Tensor]:
+        """Return the moments of one parameter, float32, for which `steps_of` is not None."""
+        held = self._adam.state.get(self.parameters[name])
+        return {key: held[key] for key in MOMENTS} if held else dict(zip(MOMENTS, self._narrow.read(name), strict=True))
 
     def moments(self) -> list[Tensor]:
-        """Return all moments there are."""
-        return [state[name] for state in self._adam.state.values() for name in MOMENTS]
+        """Return the memory of all moments there are."""
+        return [state[name] for state in self._adam.state.values() for name in MOMENTS] + list(self._narrow.held())
 
-    def load_state(self, states: Mapping[str, Mapping[str, Tensor]], steps_taken: int) -> None:
-        """Take what `state_of` gave of each parameter, on the parameter's device."""
+    def load_state(self, states: Iterable[tuple[str, float, Mapping[str, Tensor]]], steps_taken: int) -> None:
+        """Take (name, `steps_of`, `state_of`) of each parameter that has moments, on its device, one by one."""
         self.steps_taken = steps_taken
         self._adam.state.clear()
-        for name, parameter in self.parameters.items():
-            if states.get(name):
-                self._adam.state[parameter] = dict(states[name])
+        self._narrow.clear()
+        for name, steps, state in states:
+            parameter = self.parameters.get(name)
+            if parameter is None:
+                continue
+            if self._narrow.holds(name):
+                self._narrow.load(name, [state[key] for key in MOMENTS], steps)
+            else:
+                self._adam.state[parameter] = {"step": torch.tensor(steps, device=parameter.device), **state}
 
 
 def clip_gradients(grads: Sequence[Tensor], grad_norm: float, limit: float) -> None:

@@ -43,7 +43,8 @@ class TrainMemory:
         held_vocabulary_bytes: of one weight of embedding and head, where they are held in another format.
         adapter_bytes: of one weight of an adapter.
         gradient_bytes: of one gradient.
-        optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy.
+        optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy, less
+            for moments in other formats.
         compute_bytes: of one number in the activations.
         vocabulary_bytes: of one number of embedding and head where ranks gather them, and of its gradient.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches.
@@ -66,7 +67,7 @@ class TrainMemory:
     held_vocabulary_bytes: int = 0
     adapter_bytes: int = 4
     gradient_bytes: int = 4
-    optimizer_bytes: int = 8
+    optimizer_bytes: float = 8
     whole_gradient_bytes: int = 0
     compute_bytes: int = 4
     vocabulary_bytes: int = 4

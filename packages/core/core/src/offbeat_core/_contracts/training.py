@@ -149,7 +149,8 @@ class TrainLayout:
         frozen_weight_bytes: of one that adapters leave as it is, where it is held in a narrower format; embedding and
             head are then held in `vocabulary_bytes`. 0: as any other.
         gradient_bytes: of one gradient that is kept until the step.
-        optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy.
+        optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy;
+            less where moments are held in other formats, and not a whole number where they have scales.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
@@ -170,7 +171,7 @@ class TrainLayout:
     weight_bytes: int = 4
     frozen_weight_bytes: int = 0
     gradient_bytes: int = 4
-    optimizer_bytes: int = 8
+    optimizer_bytes: float = 8
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
     fuses_recurrence: bool = False
@@ -186,10 +187,13 @@ class TrainLayout:
     def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
         """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train."""
         whole = num_parameters // (self.tp * self.pp)
-        parts = [(3, self.weight_bytes if trains_all else self.frozen_weight_bytes or self.weight_bytes)]
+        parts: list[tuple[int, float]] = [
+            (3, self.weight_bytes if trains_all else self.frozen_weight_bytes or self.weight_bytes)
+        ]
         if trains_all:
             parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
-        return sum(whole * size // (self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
+        shares = ((size, self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
+        return sum(int(whole * size // share) for size, share in shares)
 
     def __str__(self) -> str:
         sizes = {axis: getattr(self, axis) for axis in ("tp", "cp", "pp", "dp", "ep")}
