@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -61,20 +62,36 @@ BILLIONS = {
     "Qwen3.5-35B-A3B": 34.66,
 }
 """Parameters, as the models' cards give them; those of Qwen3.5 without the vision tower."""
-LORA_RANK = 16
 
 
-def bytes_of_rank(shape: ModelShape, *, lora_rank: int, tokens: int, recomputes: bool, num_ranks: int, cp: int) -> int:
+@dataclass(frozen=True)
+class Trained:
+    """What is trained, and bytes of its moments for each weight."""
+
+    lora_rank: int = 0
+    moment_bytes: float = 8
+
+
+WHAT = {"all": Trained(), "all, 8-bit moments": Trained(moment_bytes=2.03), "LoRA": Trained(lora_rank=16)}
+
+
+def bytes_of_rank(
+    shape: ModelShape, trained: Trained, *, tokens: int, recomputes: bool, num_ranks: int = 1, cp: int = 1
+) -> int:
     """Bytes of one rank of the torch engine, in bfloat16, whose micro-batch is one sequence."""
     engine = TrainEngineSettings(
-        dtype="bfloat16", lora_rank=lora_rank, max_tokens_per_microbatch=tokens, activation_checkpointing=recomputes
+        dtype="bfloat16",
+        lora_rank=trained.lora_rank,
+        max_tokens_per_microbatch=tokens,
+        activation_checkpointing=recomputes,
     )
     layout = TrainLayout(
         dp=num_ranks // cp,
         cp=cp,
         zero_stage=3,
         vocabulary_bytes=2,
-        frozen_weight_bytes=2 if lora_rank else 0,
+        frozen_weight_bytes=2 if trained.lora_rank else 0,
+        optimizer_bytes=trained.moment_bytes,
         fuses_recurrence=True,
     )
     return train_memory(engine, layout, shape, on_cpu=False).estimate(shape).num_bytes
@@ -90,14 +107,12 @@ def ways(shape: ModelShape, num_ranks: int) -> Iterator[tuple[str, bool, int]]:
                 yield f"c, cp {cp}", True, cp
 
 
-def fits(shape: ModelShape, *, lora_rank: int, tokens: int, num_devices: int) -> str:
+def fits(shape: ModelShape, trained: Trained, *, tokens: int, num_devices: int) -> str:
     """Return how a model trains on so many devices, or on the next power of two on which it does."""
     num_ranks = num_devices
     while num_ranks <= MOST_DEVICES:
         for said, recomputes, cp in ways(shape, num_ranks):
-            needed = bytes_of_rank(
-                shape, lora_rank=lora_rank, tokens=tokens, recomputes=recomputes, num_ranks=num_ranks, cp=cp
-            )
+            needed = bytes_of_rank(shape, trained, tokens=tokens, recomputes=recomputes, num_ranks=num_ranks, cp=cp)
             if needed <= FILLED_SHARE * DEVICE_BYTES:
                 return said if num_ranks == num_devices else f"{num_ranks}: {said}"
         num_ranks *= 2
@@ -109,11 +124,9 @@ def table() -> list[str]:
     lines = [HEAD + " | ".join(columns) + " |", "|---" * (2 + len(columns)) + "|"]
     for name, config in MODELS.items():
         shape = ModelShape.from_config(config)
-        for what, lora_rank in (("all", 0), ("LoRA", LORA_RANK)):
+        for what, trained in WHAT.items():
             cells = [
-                fits(shape, lora_rank=lora_rank, tokens=context * 1024, num_devices=num)
-                for context in CONTEXTS
-                for num in DEVICES
+                fits(shape, trained, tokens=context * 1024, num_devices=num) for context in CONTEXTS for num in DEVICES
             ]
             lines.append(f"| {name} | {what} | " + " | ".join(cells) + " |")
     return lines
@@ -137,14 +150,7 @@ def test_the_sizes_are_those_of_the_models(name: str) -> None:
 def test_long_contexts_fit_under_adapters() -> None:
     """8B at 64k on one device of 80 GB; 4B at 64k in 42 GiB, which prime-rl reports."""
     held = {
-        name: bytes_of_rank(
-            ModelShape.from_config(MODELS[name]),
-            lora_rank=LORA_RANK,
-            tokens=64 * 1024,
-            recomputes=True,
-            num_ranks=1,
-            cp=1,
-        )
+        name: bytes_of_rank(ModelShape.from_config(MODELS[name]), WHAT["LoRA"], tokens=64 * 1024, recomputes=True)
         for name in ("Qwen3-8B", "Qwen3-4B")
     }
     assert held["Qwen3-8B"] <= FILLED_SHARE * DEVICE_BYTES
