@@ -2,7 +2,7 @@
 
 Each is an operation of torch's, so that `torch.compile` makes one call of it in the graph of a layer. All ranks come to
 the same operations in the same order, compiled too: they compute the same packs, their parts of a layer have the same
-shapes, and no layer depends on the rank, so that their graphs are the same and are compiled for the same calls.
+shapes, and of the rank a layer depends for its share of sinks alone, so that graphs are compiled for the same calls.
 Compiling exchanges nothing: where one rank compiles for longer, the others wait in their next exchange.
 
 Shapes: C context parallel ranks, T tokens of a pack, t = T / C of them on a rank, H heads, D head size.
@@ -42,10 +42,9 @@ class LayerRanks:
     @classmethod
     def of(cls, mesh: Mesh, axis: Axis) -> Self:
         """Return those of a mesh, so that policies of one mesh share compiled layers: their graphs hold the name."""
-        found = _BY_NAME.get(mesh.group(axis, channel="forward").process_group.group_name)
-        return (
-            found if isinstance(found, cls) and found._here is mesh.group(axis, channel="forward") else cls(mesh, axis)
-        )
+        group = mesh.group(axis, channel="forward")
+        found = _BY_NAME.get(group.process_group.group_name)
+        return found if isinstance(found, cls) and found._here is group else cls(mesh, axis)
 
     @property
     def group(self) -> Group:
