@@ -51,7 +51,7 @@ def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_fused_updates_of_narrow_moments_give_the_weights_of_the_others(moments, counter, monkeypatch):
-    monkeypatch.setattr("offbeat_training._adamw.CHUNK_ELEMENTS", 20_000)
+    monkeypatch.setattr("offbeat_training._held.CHUNK_ELEMENTS", 20_000)
     config = TrainEngineConfig(model_path="unused", learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
     shapes = {"a": (100, 300), "b": (70, 576), "experts": (6, 30, 64), "small": (8, 8)}
 

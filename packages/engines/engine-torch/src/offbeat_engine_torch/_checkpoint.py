@@ -18,7 +18,6 @@ from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy, read_weights
 from offbeat_training import (
     ADAPTER_FOLDER,
-    MOMENTS,
     TRAINER_FOLDER,
     ClippedAdamW,
     FileWriter,
@@ -143,8 +142,9 @@ def write_moments(path: Path, pieces: Sequence[Piece], optimizer: ClippedAdamW, 
     for piece in pieces:
         steps = optimizer.steps_of(piece.name)
         if steps is not None and piece.owned and num_elements(piece.box):
-            parts[piece.name] = describe_part(steps, piece.box)
-            specs += [TensorSpec(f"{moment}.{piece.name}", "float32", tuple(piece.local.shape)) for moment in MOMENTS]
+            moments, shape = optimizer.moments_of(piece.name), tuple(piece.local.shape)
+            parts[piece.name] = describe_part(steps, piece.box, moments)
+            specs += [TensorSpec(f"{moment}.{piece.name}", "float32", shape) for moment in moments]
     with FileWriter(path, [*(spec_of(key, tensor) for key, tensor in random.items()), *specs]) as writer:
         for key, tensor in random.items():
             writer.add(key, tensor)
@@ -174,26 +174,28 @@ def load_state(
         shapes = {piece.name: piece.shape for piece in pieces}
         if adapters:
             with open_adapters(folder / ADAPTER_FOLDER, {name: shapes[name] for name in adapters}) as found:
-                state.check(shapes)
+                state.check(shapes, optimizer.moments_of)
                 for name, piece in adapters.items():
                     piece.local.copy_(found.read(name, piece.box))
             trained = [each for each in pieces if each.parameter.requires_grad and not each.is_adapter]
             if trained:  # a score head, which no adapter file holds
                 read_weights(folder, trained, config, ranks)
         else:
-            state.check(shapes)
+            state.check(shapes, optimizer.moments_of)
             read_weights(folder, pieces, config, ranks)
-        optimizer.load_state(_read_moments(state, pieces), state.steps_taken)
+        optimizer.load_state(_read_moments(state, pieces, optimizer), state.steps_taken)
         state.restore_random_state(device, ranks.place, ranks.size)
     return state.steps_refused
 
 
-def _read_moments(state: TrainerState, pieces: Sequence[Piece]) -> Iterator[tuple[str, float, dict[str, Tensor]]]:
+def _read_moments(
+    state: TrainerState, pieces: Sequence[Piece], optimizer: ClippedAdamW
+) -> Iterator[tuple[str, float, dict[str, Tensor]]]:
     """Iterate over name, step count and moments of each piece that has had a gradient; this rank's part, float32."""
     for piece in pieces:
-        step = state.step(piece.name)
+        step, names = state.step(piece.name), optimizer.moments_of(piece.name)
         if step is not None:
-            read = {moment: state.moments.read(f"{moment}.{piece.name}", piece.box) for moment in MOMENTS}
+            read = {moment: state.moments.read(f"{moment}.{piece.name}", piece.box) for moment in names}
             yield piece.name, step, {moment: torch.empty_like(piece.local).copy_(each) for moment, each in read.items()}
 
 

@@ -32,10 +32,11 @@ from offbeat_engine_torch._checkpoint import (
     load_state,
     save_state,
 )
-from offbeat_engine_torch._layout import TorchEngineOptions, arrange, layout_of, plan_layout
+from offbeat_engine_torch._layout import TorchEngineOptions, arrange, check_optimizer, layout_of, plan_layout
+from offbeat_engine_torch._optimizer import make_optimizer
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathered, partial_gradients
-from offbeat_engine_torch._pieces import collect_gradients, memory_of, trained_parameters
+from offbeat_engine_torch._pieces import collect_gradients, memory_of
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._reduction import choose_reduce_once
 from offbeat_mesh import Mesh
@@ -90,13 +91,7 @@ class TorchTrainEngine(StepCounts):
         self.config = config
         self.temperature = options.temperature
         self._options, self._device, self._policy, self._ranks, self._mesh = options, device, policy, ranks, mesh
-        self._optimizer = ClippedAdamW(
-            trained_parameters(policy.pieces),
-            config,
-            moments=options.moments_dtype,
-            places={piece.name: (piece.shape, piece.box) for piece in policy.pieces},
-            fused=policy.is_compiled,
-        )
+        self._optimizer = make_optimizer(policy, config, options, ranks)
         self._partial = partial_gradients(policy.model)
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)
@@ -134,6 +129,7 @@ class TorchTrainEngine(StepCounts):
         """
         options = TorchEngineOptions.parse(config.options)
         check_schedule(config)
+        check_optimizer(config, options)
         device = open_device(config.device, mesh.device if mesh else None)
         mesh = arrange(mesh, options)
         if FORMATS[config.dtype] not in (None, *device.autocast_dtypes):

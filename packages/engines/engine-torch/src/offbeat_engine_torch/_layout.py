@@ -46,11 +46,17 @@ class TorchEngineOptions:
         "and head where the head's factors are.",
         choices=("auto", "float32", "bfloat16"),
     )
+    optimizer: str = setting(
+        "adamw",
+        "Rule of the updates: muon orthogonalises the momentum of the matrices between embedding and head, with the "
+        "learning rate and decay of AdamW, and has one moment of each of their weights. AdamW updates the rest.",
+        choices=("adamw", "muon"),
+    )
     moments_dtype: str = setting(
         "float32",
-        "Number format in which the optimizer holds the two moments of each weight, 8 bytes in float32: bfloat16 takes "
-        "4, rounded at random, and int8 about 2, with a scale for each 256 weights of a row. Vectors, and matrices of "
-        "fewer than 4096 weights, keep float32.",
+        "Number format in which AdamW holds its two moments of each weight, 8 bytes in float32, and Muon its one: "
+        "bfloat16 takes half of it, rounded at random, and int8 about a quarter, with a scale for each 256 weights of "
+        "a row. Of vectors, and of matrices of fewer than 4096 weights, AdamW's stay float32.",
         choices=("float32", "bfloat16", "int8"),
     )
     compile_layers: str = setting(
@@ -129,10 +135,24 @@ def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) 
     return wanted
 
 
+def check_optimizer(config: TrainEngineConfig, options: TorchEngineOptions) -> None:
+    """Refuse Muon where adapters are all that is trained: they are no matrices for it, see `hidden_matrices`.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    if options.optimizer == "muon" and config.lora_rank:
+        raise ConfigError(
+            f'option optimizer = "muon" has no matrix to update with lora_rank = {config.lora_rank}: adapters are '
+            'updated by AdamW; set lora_rank = 0, or optimizer = "adamw"'
+        )
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
+    check_optimizer(config, options)
     device = open_device(config.device)
     width, cp = options.tensor_parallel, options.context_parallel
     adds_up_in_bfloat16(config, options)
@@ -165,7 +185,8 @@ def layout_of(
         cp=cp,
         tp=tp,
         zero_stage=3,
-        optimizer_bytes=2 * moment_bytes(options.moments_dtype),
+        optimizer_bytes=(1 if options.optimizer == "muon" else 2) * moment_bytes(options.moments_dtype),
+        vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype),
         frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
         vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
         fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),

@@ -1,5 +1,6 @@
 """Code that the trainers share: everything about an update that does not depend on how ranks share a model."""
 
+from offbeat_training._held import HeldMoments
 from offbeat_training._images import ImageInputs, ImageProcessor, Indices, NoImages
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs
 from offbeat_training._lora import (
@@ -19,6 +20,7 @@ from offbeat_training._lora import (
 )
 from offbeat_training._losses import LossCalls, with_loss_tokens
 from offbeat_training._moments import moment_bytes
+from offbeat_training._muon import MUON_MOMENTS, Muon
 from offbeat_training._optimizer import ClippedAdamW, clip_gradients
 from offbeat_training._packing import (
     Family,
@@ -65,6 +67,7 @@ __all__ = [
     "ADAPTER_FILE",
     "ADAPTER_FOLDER",
     "MOMENTS",
+    "MUON_MOMENTS",
     "STATE_FILE",
     "TRAINER_FOLDER",
     "BackgroundWrite",
@@ -73,12 +76,14 @@ __all__ = [
     "CutTensor",
     "Family",
     "FileWriter",
+    "HeldMoments",
     "ImageInputs",
     "ImageProcessor",
     "Indices",
     "LoraLinear",
     "LossCalls",
     "MicroBatch",
+    "Muon",
     "NoImages",
     "PlannedFile",
     "Segment",

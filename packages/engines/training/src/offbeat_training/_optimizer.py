@@ -1,4 +1,4 @@
-"""AdamW with a schedule, clipping, and the right to refuse a step."""
+"""AdamW, and Muon beside it, with a schedule, clipping, and the right to refuse a step."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
@@ -8,7 +8,9 @@ from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig, learning_rate_at
 from offbeat_training._adamw import NarrowAdamW
+from offbeat_training._held import HeldMoments
 from offbeat_training._moments import is_small
+from offbeat_training._muon import MUON_MOMENTS, Muon
 from offbeat_training._tensor_files import Box, whole_box
 from offbeat_training._trainer_state import MOMENTS
 
@@ -23,6 +25,7 @@ class ClippedAdamW:
             (`is_small`) are float32 in any case.
         places: shape of the whole of each parameter, and the box of it that this rank has; None: all have the whole.
         fused: compile the update of narrower moments.
+        muon: updates the parameters that it holds, which AdamW then leaves alone; made for the same step.
     """
 
     def __init__(
@@ -33,14 +36,18 @@ class ClippedAdamW:
         moments: str = "float32",
         places: Mapping[str, tuple[Sequence[int], Box]] | None = None,
         fused: bool = False,
+        muon: Muon | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.config = config
         self.steps_taken = 0
         places = places or {name: (p.shape, whole_box(p.shape)) for name, p in self.parameters.items()}
-        narrow = {n: p for n, p in self.parameters.items() if moments != "float32" and not is_small(places[n][0])}
-        self._narrow = NarrowAdamW(narrow, places, config, moments, fused=fused)
-        plain = [parameter for name, parameter in self.parameters.items() if name not in narrow]
+        left = {name: p for name, p in self.parameters.items() if muon is None or name not in muon.held.parameters}
+        narrow = {name: p for name, p in left.items() if moments != "float32" and not is_small(places[name][0])}
+        self._narrow = NarrowAdamW(HeldMoments(narrow, places, MOMENTS, moments), config, fused=fused)
+        self._muon = muon
+        self._held = [self._narrow.held, *([muon.held] if muon else [])]
+        plain = [parameter for name, parameter in left.items() if name not in narrow]
         matrices = [p for p in plain if p.ndim >= 2]
         others = [p for p in plain if p.ndim < 2]
         groups: list[dict[str, Any]] = [
@@ -84,6 +91,8 @@ class ClippedAdamW:
             group["lr"] = self.learning_rate
         self._adam.step()
         self._narrow.step(self.learning_rate)
+        if self._muon:
+            self._muon.step(self.learning_rate)
         self.steps_taken += 1
 
     def clear(self) -> None:
@@ -92,32 +101,44 @@ class ClippedAdamW:
 
     def steps_of(self, name: str) -> float | None:
         """Return the updates that a parameter has had; None when it is not trained or never had a gradient."""
+        if held := self._holder(name):
+            return held.steps_of(name)
         parameter = self.parameters.get(name)
-        held = self._adam.state.get(parameter) if parameter is not None else None
-        return float(held["step"]) if held else self._narrow.steps_of(name)
+        state = self._adam.state.get(parameter) if parameter is not None else None
+        return float(state["step"]) if state else None
+
+    def moments_of(self, name: str) -> tuple[str, ...]:
+        """Return the names of the moments of a parameter, which ranks without a part of it know too."""
+        return MUON_MOMENTS if self._muon and self._muon.updates(name) else MOMENTS
 
     def state_of(self, name: str) -> dict[str, Tensor]:
         """Return the moments of one parameter, float32, for which `steps_of` is not None."""
-        held = self._adam.state.get(self.parameters[name])
-        return {key: held[key] for key in MOMENTS} if held else dict(zip(MOMENTS, self._narrow.read(name), strict=True))
+        if held := self._holder(name):
+            return held.read(name)
+        state = self._adam.state[self.parameters[name]]
+        return {key: state[key] for key in MOMENTS}
 
     def moments(self) -> list[Tensor]:
         """Return the memory of all moments there are."""
-        return [state[name] for state in self._adam.state.values() for name in MOMENTS] + list(self._narrow.held())
+        plain = [state[name] for state in self._adam.state.values() for name in MOMENTS]
+        return plain + [each for held in self._held for each in held.memory()]
 
     def load_state(self, states: Iterable[tuple[str, float, Mapping[str, Tensor]]], steps_taken: int) -> None:
         """Take (name, `steps_of`, `state_of`) of each parameter that has moments, on its device, one by one."""
         self.steps_taken = steps_taken
         self._adam.state.clear()
-        self._narrow.clear()
+        for held in self._held:
+            held.clear()
         for name, steps, state in states:
             parameter = self.parameters.get(name)
-            if parameter is None:
-                continue
-            if self._narrow.holds(name):
-                self._narrow.load(name, [state[key] for key in MOMENTS], steps)
-            else:
+            if holder := self._holder(name):
+                holder.load(name, state, steps)
+            elif parameter is not None:
                 self._adam.state[parameter] = {"step": torch.tensor(steps, device=parameter.device), **state}
+
+    def _holder(self, name: str) -> HeldMoments | None:
+        """Return what holds the moments of a parameter; None for torch's AdamW."""
+        return next((held for held in self._held if name in held.parameters), None)
 
 
 def clip_gradients(grads: Sequence[Tensor], grad_norm: float, limit: float) -> None:

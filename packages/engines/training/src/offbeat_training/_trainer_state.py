@@ -3,7 +3,8 @@
 config.json, model*.safetensors, tokenizer   the weights, adapters merged; plain transformers loads the folder
 mtp*.safetensors                             layers of multi-token prediction, which transformers does not look at
 adapter/                                     with LoRA: the adapters in PEFT's format
-trainer/optimizer*.safetensors               Adam's moments, "exp_avg.NAME" and "exp_avg_sq.NAME", and random states
+trainer/optimizer*.safetensors               Adam's moments, "exp_avg.NAME" and "exp_avg_sq.NAME", or Muon's,
+                                             "momentum_buffer.NAME", and random states
 trainer/engine.json                          format, updates done and refused, and which box of each moment lies where
 *.xxh3                                       digest of the file beside it, made while that was written
 
@@ -16,7 +17,7 @@ changes, and after loading all parameters share one step tensor, which Adam then
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
@@ -37,7 +38,7 @@ _FORMAT_1_FILE: Final = "optimizer.safetensors"
 _HOST_RNG, _DEVICE_RNG = "rng.host", "rng.device"
 
 Parts = Mapping[str, Mapping[str, Any]]
-"""File's name to parameter's name to {"step", "box"}: which moments lie in it."""
+"""File's name to parameter's name to {"step", "box"}: which moments lie in it; "moments" names others than Adam's."""
 
 
 def random_state(device: Device) -> dict[str, Tensor]:
@@ -45,9 +46,9 @@ def random_state(device: Device) -> dict[str, Tensor]:
     return {_HOST_RNG: torch.get_rng_state(), _DEVICE_RNG: device.rng_state()}
 
 
-def describe_part(step: float, box: Box) -> dict[str, Any]:
+def describe_part(step: float, box: Box, moments: Sequence[str] = MOMENTS) -> dict[str, Any]:
     """Return what engine.json says of the moments of a parameter that lie in one file."""
-    return {"step": step, "box": box}
+    return {"step": step, "box": box} | ({} if tuple(moments) == MOMENTS else {"moments": list(moments)})
 
 
 def write_state(folder: Path, steps_taken: int, steps_refused: int, parts: Parts) -> None:
@@ -94,7 +95,7 @@ class TrainerState:
     Attributes:
         steps_taken: updates done.
         steps_refused: updates refused.
-        moments: Adam's, as "exp_avg.NAME".
+        moments: as "exp_avg.NAME".
 
     Raises:
         ModelError: the folder is not a checkpoint; on entering, it is not whole.
@@ -111,24 +112,36 @@ class TrainerState:
         parts: Parts = self._format_1_parts() if is_first else self._state["parts"]
         self._files, prefix = sorted(parts), "adam." if is_first else ""
         self._steps: dict[str, float] = {}
+        self._moments: dict[str, tuple[str, ...]] = {}
         found: dict[str, list[tuple[Box, str, str]]] = {}
         for file, held in parts.items():
             for name, part in held.items():
                 box = tuple((int(start), int(stop)) for start, stop in part["box"])
                 self._steps[name] = part["step"]
-                for moment in MOMENTS:
+                self._moments[name] = tuple(part.get("moments", MOMENTS))
+                for moment in self._moments[name]:
                     found.setdefault(f"{moment}.{name}", []).append((box, file, f"{prefix}{moment}.{name}"))
         self.moments = TensorFolder(self._folder, found, self._files)
         self._names = list(found)
         return self
 
-    def check(self, shapes: Mapping[str, Sequence[int]]) -> None:
-        """Raise ModelError unless the moments are of parameters of these names and shapes."""
+    def check(
+        self, shapes: Mapping[str, Sequence[int]], moments_of: Callable[[str], Sequence[str]] = lambda _: MOMENTS
+    ) -> None:
+        """Raise ModelError unless the moments are of parameters of these names and shapes, and of this optimizer."""
         unknown = sorted(self._steps.keys() - shapes.keys())
         if unknown:
             raise ModelError(
                 f"{self._folder.parent}: optimizer state is of another model: it knows {unknown[0]}, the model does not"
             )
+        for name, found in self._moments.items():
+            if found != (wanted := tuple(moments_of(name))):
+                has, needs = " and ".join(found), " and ".join(wanted)
+                raise ModelError(
+                    f"{self._folder.parent}: optimizer state is of another optimizer: of {name} it has {has}, and "
+                    f"{needs} must be there; set option optimizer to the one that wrote it, or start from its weights "
+                    "with model_path"
+                )
         for name in self._names:
             self.moments.check(name, tuple(shapes[name.partition(".")[2]]))
 

@@ -45,6 +45,7 @@ class TrainMemory:
         gradient_bytes: of one gradient.
         optimizer_bytes: of the optimizer's state of one weight: 8 for two float32 moments, 12 with a master copy, less
             for moments in other formats.
+        vocabulary_optimizer_bytes: of that of embedding and head, where another rule updates them; 0: as any other.
         compute_bytes: of one number in the activations.
         vocabulary_bytes: of one number of embedding and head where ranks gather them, and of its gradient.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches.
@@ -68,6 +69,7 @@ class TrainMemory:
     adapter_bytes: int = 4
     gradient_bytes: int = 4
     optimizer_bytes: float = 8
+    vocabulary_optimizer_bytes: float = 0
     whole_gradient_bytes: int = 0
     compute_bytes: int = 4
     vocabulary_bytes: int = 4
@@ -93,7 +95,7 @@ class TrainMemory:
             "weights": weights + adapters,
             "gradients": self._trained(shape, 2) * self.gradient_bytes,
             "whole gradients": self._trained(shape, 0) * self.whole_gradient_bytes,
-            "optimizer": self._trained(shape, 1) * self.optimizer_bytes,
+            "optimizer": self._optimizer(shape),
             "reference": weights if self.keeps_reference else 0,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
             "activations": self._activations(shape),
@@ -119,10 +121,20 @@ class TrainMemory:
         """Bytes of one rank's weights, without adapters."""
         num_bytes = self._held(shape, 3) * self.weight_bytes
         if self.held_vocabulary_bytes:
-            share = self.tensor_parallel * self.pipeline_parallel * self._share(3, self.data_parallel)
-            vocabulary = shape.vocabulary * shape.hidden * (1 if shape.is_tied else 2)
-            num_bytes += vocabulary * (self.held_vocabulary_bytes - self.weight_bytes) / share
+            num_bytes += self._vocabulary(shape, 3) * (self.held_vocabulary_bytes - self.weight_bytes)
         return num_bytes
+
+    def _optimizer(self, shape: ModelShape) -> float:
+        """Bytes of the optimizer's state on one rank."""
+        num_bytes = self._trained(shape, 1) * self.optimizer_bytes
+        if self.vocabulary_optimizer_bytes and not self.lora_rank:
+            num_bytes += self._vocabulary(shape, 1) * (self.vocabulary_optimizer_bytes - self.optimizer_bytes)
+        return num_bytes
+
+    def _vocabulary(self, shape: ModelShape, stage: int) -> float:
+        """Weights of embedding and head on one rank, of what is shared out from a stage of ZeRO on."""
+        share = self.tensor_parallel * self.pipeline_parallel * self._share(stage, self.data_parallel)
+        return shape.vocabulary * shape.hidden * (1 if shape.is_tied else 2) / share
 
     def _held(self, shape: ModelShape, stage: int) -> float:
         """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on; 0: by none."""
@@ -340,6 +352,7 @@ def train_memory(
         adapter_bytes=layout.weight_bytes,
         gradient_bytes=layout.gradient_bytes,
         optimizer_bytes=layout.optimizer_bytes,
+        vocabulary_optimizer_bytes=layout.vocabulary_optimizer_bytes,
         whole_gradient_bytes=layout.whole_gradient_bytes,
         compute_bytes=NUMBER_BYTES[engine.dtype],
         vocabulary_bytes=layout.vocabulary_bytes,

@@ -151,6 +151,8 @@ class TrainLayout:
         gradient_bytes: of one gradient that is kept until the step.
         optimizer_bytes: of the optimizer's state of one weight: two float32 moments, and 4 more for a float32 copy;
             less where moments are held in other formats, and not a whole number where they have scales.
+        vocabulary_optimizer_bytes: of the optimizer's state of one weight of embedding and head, where another rule
+            updates these; 0: as any other.
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
@@ -172,6 +174,7 @@ class TrainLayout:
     frozen_weight_bytes: int = 0
     gradient_bytes: int = 4
     optimizer_bytes: float = 8
+    vocabulary_optimizer_bytes: float = 0
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
     fuses_recurrence: bool = False
@@ -185,7 +188,10 @@ class TrainLayout:
         return self.dp * self.cp * self.tp * self.pp
 
     def held_bytes(self, num_parameters: int, *, trains_all: bool = True) -> int:
-        """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train."""
+        """Bytes of weights on one rank, and of their gradients and optimizer state where all of them train.
+
+        Embedding and head are counted as other weights are.
+        """
         whole = num_parameters // (self.tp * self.pp)
         parts: list[tuple[int, float]] = [
             (3, self.weight_bytes if trains_all else self.frozen_weight_bytes or self.weight_bytes)
