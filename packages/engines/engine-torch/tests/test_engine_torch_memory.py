@@ -1,14 +1,22 @@
-"""The vocabulary head's memory does not follow tokens x vocabulary: measured in a process of its own.
+"""Memory of a step.
 
-Both numbers of tokens have more logits than the 256 MiB that are kept for the backward pass.
+That of the vocabulary head does not follow tokens x vocabulary: measured in a process of its own. Both numbers of
+tokens have more logits than the 256 MiB that are kept for the backward pass.
 """
 
 import subprocess
 import sys
+from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from torch.distributed._tools.mem_tracker import MemTracker
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, OlmoHybridConfig, Qwen3_5TextConfig
+
+from offbeat_core import TrainEngineConfig, TrainLayout, TrainSequence
+from offbeat_engine_torch import TorchTrainEngine
+from offbeat_placement import read_shape, train_memory
 
 VOCABULARY, TOKENS, FEW, MANY = 40_000, 128, 16, 44
 SCRIPT = """
@@ -46,3 +54,41 @@ def test_peak_memory_does_not_grow_with_tokens_times_vocabulary(tmp_path):
     few, many = map(int, done.stdout.split())
     more_logits_bytes = (MANY - FEW) * TOKENS * VOCABULARY * 4  # 573 MB, were they ever held
     assert many - few < more_logits_bytes / 4
+
+
+RULE = {"num_key_heads": 2, "num_value_heads": 4, "key_head_dim": 32, "value_head_dim": 32}
+KINDS = ["linear_attention"] * 3 + ["full_attention"]
+
+
+@pytest.mark.filterwarnings("ignore:Module is None")  # torch's tracker warns of modules in the backward pass
+@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", [Qwen3_5TextConfig, OlmoHybridConfig])
+def test_the_tensors_of_a_step_grow_with_its_tokens_as_the_plan_says(family, dtype, recomputes, tmp_path):
+    """Of a model with the gated delta rule, in sequences of four whole chunks, with what the head needs."""
+    torch.manual_seed(0)
+    shape = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 1}
+    rule = {f"linear_{name}": size for name, size in RULE.items()}
+    ends = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    config = family(vocab_size=300, head_dim=32, num_hidden_layers=4, layer_types=KINDS, **shape, **rule, **ends)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    settings = TrainEngineConfig(
+        model_path=str(tmp_path), device="cpu", dtype=dtype, activation_checkpointing=recomputes
+    )
+    engine, model = TorchTrainEngine.create(settings), read_shape(str(tmp_path))
+
+    def planned(num_tokens):
+        memory = train_memory(
+            replace(settings, max_tokens_per_microbatch=num_tokens), TrainLayout(), model, on_cpu=True
+        )
+        return memory.estimate(model).num_bytes
+
+    def held(num_sequences):
+        ids = torch.arange(num_sequences * 256).view(num_sequences, 256).numpy().astype(np.int32) % 300
+        sequences = [TrainSequence(ids=row, loss_mask=np.arange(256) > 0) for row in ids]
+        with MemTracker() as tracker:
+            engine.forward_backward(sequences, lambda tokens: (-tokens.logprobs_N.mean(), {}))
+        return sum(kind["Total"] for kind in tracker.get_tracker_snapshot("peak").values())
+
+    _, one, two = (held(num_sequences) for num_sequences in (1, 1, 2))  # the first makes the gradients
+    assert planned(512) - planned(256) == pytest.approx(two - one, rel=0.15)
