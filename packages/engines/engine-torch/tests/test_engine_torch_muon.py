@@ -71,42 +71,56 @@ def test_matrices_are_updated_by_torchs_muon_and_the_rest_by_adamw(dense_folder,
             torch.testing.assert_close(each, others[name].detach(), rtol=0, atol=1e-7, msg=name)
 
 
-def assert_ranks_do_the_same(folder, mesh, make_groups):
+def update(engine, shapes):
+    """Make two updates of the same gradients, whatever the ranks; return the weights."""
+    for seed in range(2):
+        draw = torch.Generator().manual_seed(seed)
+        grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        for piece in engine._policy.pieces:
+            if piece.name in engine._optimizer.parameters:
+                engine._optimizer.parameters[piece.name].grad = grads[piece.name][slices(piece.box)].clone()
+        engine._optimizer.step(1.0)
+    engine._clear_gradients()
+    return weights_of(engine)
+
+
+@pytest.fixture(scope="module")
+def of_one_process(dense_folder, moe_folder, make_groups):
+    """By folder: first weights, weights after updates of the same gradients, losses after that, and weights."""
+    found = {}
+    for folder in (dense_folder, moe_folder):
+        engine = TorchTrainEngine.create(config(folder))
+        first = weights_of(engine)
+        updated = update(engine, {name: each.shape for name, each in first.items()})
+        found[folder] = first, updated, train(engine, make_groups, range(2)), weights_of(engine)
+    return found
+
+
+def assert_ranks_do_the_same(folder, mesh, make_groups, of_one_process):
     """Updates of the same gradients are the same bit for bit; those of their own near, in the norm of the update.
 
     Muon gives the smallest singular values of a momentum the size of the largest ones. So the last bits of gradients,
     which differ between numbers of ranks, show in all of an update.
     """
-    one, many = TorchTrainEngine.create(config(folder)), TorchTrainEngine.create(config(folder), mesh)
-    first = weights_of(one)
-    assert train(many, make_groups, range(2)) == pytest.approx(train(one, make_groups, range(2)), abs=1e-4)
-    wanted, found = weights_of(one), weights_of(many)
-    for name, each in wanted.items():
-        far = float((found[name] - each).norm() / (each - first[name]).norm())
+    first, updated, losses, weights = of_one_process[folder]
+    engine = TorchTrainEngine.create(config(folder), mesh)
+    for name, each in update(engine, {name: each.shape for name, each in first.items()}).items():
+        assert torch.equal(each, updated[name]), name
+    assert train(engine, make_groups, range(2)) == pytest.approx(losses, abs=1e-4)
+    for name, each in engine.weights():
+        far = float((each - weights[name]).norm() / (weights[name] - updated[name]).norm())
         assert far < 0.1, name
-    one, many = TorchTrainEngine.create(config(folder)), TorchTrainEngine.create(config(folder), mesh)
-    for seed in range(2):
-        draw = torch.Generator().manual_seed(seed)
-        grads = {name: torch.randn(each.shape, generator=draw) for name, each in first.items()}
-        for engine in (one, many):
-            for piece in engine._policy.pieces:
-                if piece.name in engine._optimizer.parameters:
-                    engine._optimizer.parameters[piece.name].grad = grads[piece.name][slices(piece.box)].clone()
-            engine._optimizer.step(1.0)
-    wanted = weights_of(one)
-    for name, each in many.weights():
-        assert torch.equal(each, wanted[name]), name
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 2}, {"tp": 2}, {"cp": 2}], ids=str, indirect=["mesh"])
-def test_ranks_train_as_one_process_does(dense_folder, mesh, make_groups):
-    assert_ranks_do_the_same(dense_folder, mesh, make_groups)
+def test_ranks_train_as_one_process_does(dense_folder, mesh, make_groups, of_one_process):
+    assert_ranks_do_the_same(dense_folder, mesh, make_groups, of_one_process)
 
 
 @pytest.mark.parametrize("mesh", [{"dp": 3}], ids=str, indirect=["mesh"])
-def test_a_rank_that_has_no_row_of_a_matrix_takes_part_in_its_update(moe_folder, mesh, make_groups):
+def test_a_rank_that_has_no_row_of_a_matrix_takes_part_in_its_update(moe_folder, mesh, make_groups, of_one_process):
     """Routers of four experts lie on two of three ranks, and so do the experts, which are gathered by none."""
-    assert_ranks_do_the_same(moe_folder, mesh, make_groups)
+    assert_ranks_do_the_same(moe_folder, mesh, make_groups, of_one_process)
 
 
 @pytest.mark.parametrize("moments", ["float32", "int8"])

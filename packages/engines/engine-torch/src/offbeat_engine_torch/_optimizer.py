@@ -64,7 +64,7 @@ def hidden_matrices(model: CausalModel) -> set[str]:
     """Return the names of the weights that map hidden states to hidden states, which Muon updates; routers too.
 
     Embedding and head are no such maps, and AdamW suits them better (arXiv:2502.16982, section 2.2; torch.optim.Muon
-    says so as well). Nor are convolutions, and matrices of one row, which are vectors. Adapters are not either: of the
+    says so as well). Nor are convolutions, biases of experts, and matrices of one row. Adapters are not either: of the
     product B A, which is the update of a layer, orthogonal factors say nothing, and B is 0 at first.
     """
     lookups = [module for module in model.whole.modules() if isinstance(module, nn.Embedding)]
@@ -74,5 +74,5 @@ def hidden_matrices(model: CausalModel) -> set[str]:
         plain_name(name)
         for name, each in model.whole.named_parameters()
         if each.ndim in (2, 3) and min(each.shape[-2:]) > 1 and id(each) not in others
-        if not plain_name(name).endswith(ADAPTER_SIDES)
+        if not plain_name(name).endswith((*ADAPTER_SIDES, "bias"))
     }
