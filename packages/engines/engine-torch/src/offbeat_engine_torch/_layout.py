@@ -180,13 +180,14 @@ def layout_of(
     Raises:
         ConfigError: as `holds_base_in_bfloat16`.
     """
+    is_muon = options.optimizer == "muon"
     return TrainLayout(
         dp=dp,
         cp=cp,
         tp=tp,
         zero_stage=3,
-        optimizer_bytes=(1 if options.optimizer == "muon" else 2) * moment_bytes(options.moments_dtype),
-        vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype),
+        optimizer_bytes=(1 if is_muon else 2) * moment_bytes(options.moments_dtype),
+        vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype) if is_muon else 0,
         frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
         vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
         fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),
