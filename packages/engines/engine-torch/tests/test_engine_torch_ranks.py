@@ -231,6 +231,27 @@ def test_a_loss_that_raises_on_one_rank_is_raised_on_all_and_training_goes_on(mo
     assert engine.step()["grad_norm"].value == clean.step()["grad_norm"].value
 
 
+@pytest.mark.mesh(tp=2, compare=False)
+@pytest.mark.mesh(cp=2, compare=False)
+@pytest.mark.parametrize("faulty", [0, 1])
+def test_a_loss_that_raises_on_one_of_the_ranks_that_share_a_pack_is_raised_on_all(
+    model_folder, mesh, make_groups, faulty
+):
+    engine = TorchTrainEngine.create(config(model_folder), mesh)
+
+    def raises(tokens):
+        if mesh.rank == faulty:
+            raise ZeroDivisionError("no advantage")
+        return weighted(tokens)
+
+    error, text = (
+        (ZeroDivisionError, "no advantage") if mesh.rank == faulty else (PeerFailedError, f"rank {faulty}.*no ad")
+    )
+    with pytest.raises(error, match=text):
+        engine.forward_backward(make_groups(), raises)
+    assert engine.forward_backward(make_groups(), weighted)["num_microbatches"].value > 1
+
+
 NO_LOSSES = {
     "no tensor": (lambda tokens: (0.0, {}), "got 0.0"),
     "no scalar": (lambda tokens: (tokens.logprobs_N, {}), "shape"),

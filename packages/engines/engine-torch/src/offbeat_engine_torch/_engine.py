@@ -163,12 +163,12 @@ class TorchTrainEngine(StepCounts):
             for number, (families, tower) in enumerate(rounds, 1):
                 # Every rank runs a backward pass in each round, so all of them add up in the same one.
                 add_up_gradients(self._policy.model, now=not keeps or number == len(rounds))
-                if families and losses.failure is None:
-                    batch = self._policy.lay_out(with_loss, families)
-                    logprobs, entropy = self._policy.ask(batch, through_tower=tower)
-                    self._backward(losses.of(batch, logprobs, entropy), logprobs)
-                elif self._ranks.size > 1:  # the other ranks wait in this pass: finish it, then report the error
-                    self._dummy_backward(self._policy.ask(idle_micro_batch(), through_tower=tower)[0])
+                if losses.failure is not None and self._ranks.size == 1:
+                    break
+                # After an error too: other ranks wait in this pass, and those that share the pack in its own shapes.
+                batch = self._policy.lay_out(with_loss, families) if families else idle_micro_batch()
+                logprobs, entropy = self._policy.ask(batch, through_tower=tower)
+                self._backward(losses.of(batch, logprobs, entropy), logprobs)
         losses.read()
         # Kept for `step`, in which all ranks refuse together.
         self._bad_loss |= losses.not_finite
@@ -324,11 +324,14 @@ class TorchTrainEngine(StepCounts):
         )
 
     def _backward(self, value: Tensor | None, logprobs: Tensor) -> None:
-        """Run the backward pass; without a loss the step will be refused, or learns nothing from this micro-batch."""
+        """Run the backward pass; without a loss one of zeros, as other ranks run one and meet this rank in every layer.
+
+        The step is then refused, or learns nothing from this micro-batch.
+        """
         if value is not None and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-        else:
-            self._dummy_backward(logprobs)
+        elif self._ranks.size > 1:
+            logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
     def _reduces_once(self) -> bool:
         """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
@@ -345,11 +348,6 @@ class TorchTrainEngine(StepCounts):
                 keeps_reference=self._reference is not None,
             )
         return self._reduce_once
-
-    def _dummy_backward(self, logprobs: Tensor) -> None:
-        """Run a backward pass of zeros, because the other ranks run one and meet this rank in every layer."""
-        if self._ranks.size > 1:
-            logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
 
     def _grad_norm(self) -> float:
         """L2 norm over the gradients of all ranks; NaN when a loss was not finite on one of them."""
