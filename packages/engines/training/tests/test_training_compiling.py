@@ -8,7 +8,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 from offbeat_core import TrainEngineConfig
 from offbeat_device import prepare_compiler
-from offbeat_training import ClippedAdamW, _adamw, _logprobs, token_logprobs
+from offbeat_training import ClippedAdamW, _logprobs, token_logprobs
+from offbeat_training._optimizers import adamw
 
 NEEDS_COMPILER = pytest.mark.skipif(not shutil.which("c++"), reason="torch.compile needs a C++ compiler")
 
@@ -19,13 +20,13 @@ def counter(request, monkeypatch, tmp_path):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     torch._dynamo.reset()
     _logprobs._fused.cache_clear()
-    _adamw._compiled_update.cache_clear()
+    adamw._compiled_update.cache_clear()
     counting, compile_ = CompileCounterWithBackend(request.param), torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, options, **how: compile_(f, backend=counting, **how))
     prepare_compiler()
     yield counting
     _logprobs._fused.cache_clear()
-    _adamw._compiled_update.cache_clear()
+    adamw._compiled_update.cache_clear()
 
 
 @pytest.mark.parametrize("kept", [0, 40, 500], ids=["computed again", "some kept", "all kept"])
@@ -51,7 +52,7 @@ def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_
 
 @pytest.mark.parametrize("moments", ["bfloat16", "int8"])
 def test_fused_updates_of_narrow_moments_give_the_weights_of_the_others(moments, counter, monkeypatch):
-    monkeypatch.setattr("offbeat_training._held.CHUNK_ELEMENTS", 20_000)
+    monkeypatch.setattr("offbeat_training._optimizers.moments.CHUNK_ELEMENTS", 20_000)
     config = TrainEngineConfig(model_path="unused", learning_rate=1e-2, weight_decay=0.1, warmup_steps=2)
     shapes = {"a": (100, 300), "b": (70, 576), "experts": (6, 30, 64), "small": (8, 8)}
 

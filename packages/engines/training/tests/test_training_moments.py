@@ -7,7 +7,7 @@ from torch import nn
 
 from offbeat_core import TrainEngineConfig
 from offbeat_training import ClippedAdamW, moment_bytes
-from offbeat_training._moments import (
+from offbeat_training._optimizers.moments import (
     BLOCK,
     Bfloat16Moments,
     Int8Moments,
@@ -189,7 +189,7 @@ def test_parts_of_rows_are_updated_as_the_whole_is_bit_for_bit(moments, num_rank
     starts = {name: [len(each) * rank // num_ranks for rank in range(num_ranks + 1)] for name, each in whole.items()}
     first = {name: each.detach().clone() for name, each in whole.items()}
     train(optimizer, whole, range(3))
-    monkeypatch.setattr("offbeat_training._held.CHUNK_ELEMENTS", 700)
+    monkeypatch.setattr("offbeat_training._optimizers.moments.CHUNK_ELEMENTS", 700)
     for rank in range(num_ranks):
         box = {name: slice(each[rank], each[rank + 1]) for name, each in starts.items()}
         parts = {name: nn.Parameter(each[box[name]].clone()) for name, each in first.items()}

@@ -6,7 +6,7 @@ from torch import nn
 
 from offbeat_core import TrainEngineConfig
 from offbeat_training import MUON_MOMENTS, ClippedAdamW, HeldMoments, Muon
-from offbeat_training._muon import orthogonalize
+from offbeat_training._optimizers.muon import orthogonalize
 
 torch.set_num_threads(1)
 SHAPES = {"wide": (64, 96), "tall": (96, 64), "experts": (3, 64, 80), "embedding": (100, 64), "norm": (64,)}

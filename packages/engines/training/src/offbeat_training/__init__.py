@@ -1,6 +1,5 @@
 """Code that the trainers share: everything about an update that does not depend on how ranks share a model."""
 
-from offbeat_training._held import HeldMoments
 from offbeat_training._images import ImageInputs, ImageProcessor, Indices, NoImages
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs
 from offbeat_training._lora import (
@@ -19,9 +18,9 @@ from offbeat_training._lora import (
     write_adapter_config,
 )
 from offbeat_training._losses import LossCalls, with_loss_tokens
-from offbeat_training._moments import moment_bytes
-from offbeat_training._muon import MUON_MOMENTS, Muon
-from offbeat_training._optimizer import ClippedAdamW, clip_gradients
+from offbeat_training._optimizers.clipped import ClippedAdamW, clip_gradients
+from offbeat_training._optimizers.moments import HeldMoments, moment_bytes
+from offbeat_training._optimizers.muon import MUON_MOMENTS, Muon
 from offbeat_training._packing import (
     Family,
     MicroBatch,

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig, learning_rate_at
-from offbeat_training._adamw import NarrowAdamW
-from offbeat_training._held import HeldMoments
-from offbeat_training._moments import is_small
-from offbeat_training._muon import MUON_MOMENTS, Muon
+from offbeat_training._optimizers.adamw import NarrowAdamW
+from offbeat_training._optimizers.moments import HeldMoments, is_small
+from offbeat_training._optimizers.muon import MUON_MOMENTS, Muon
 from offbeat_training._tensor_files import Box, whole_box
 from offbeat_training._trainer_state import MOMENTS
 

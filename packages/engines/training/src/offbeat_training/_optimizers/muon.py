@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig
-from offbeat_training._held import HeldMoments, chunks, rows_of
-from offbeat_training._moments import draw_noise
+from offbeat_training._optimizers.moments import HeldMoments, chunks, draw_noise, rows_of
 from offbeat_training._tensor_files import Box, slices
 
 MOMENTUM: Final = 0.95

@@ -1,4 +1,4 @@
-"""Formats in which an optimizer holds its moments: float32, bfloat16, and 8 bits with one scale for each block.
+"""Moments as an optimizer of ours holds them: in float32, bfloat16, or 8 bits with one scale for each block.
 
 All arithmetic is in float32. What is held depends on the values and on where an element lies in its whole tensor, never
 on how ranks have cut that tensor by rows, so that ranks hold what one process holds, bit for bit.
@@ -6,12 +6,13 @@ on how ranks have cut that tensor by rows, so that ranks hold what one process h
 Shapes: R rows of one tensor, its last dimension but all others flattened; C columns; B blocks of a row.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 from zlib import crc32
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
 from offbeat_training._tensor_files import Box
@@ -21,6 +22,10 @@ SMALL_NUMEL: Final = 4096
 save, and norms and biases are sensitive. Source: bitsandbytes, `min_8bit_size` of bitsandbytes/optim/optimizer.py."""
 BLOCK: Final = 256
 """Elements of a row that share a scale, at most. Source: bitsandbytes, bitsandbytes/optim/optimizer.py."""
+CHUNK_ELEMENTS: Final = 2**18
+"""Elements that are updated at a time on a processor: 1 MiB in float32, so that they stay in its cache."""
+DEVICE_CHUNK_ELEMENTS: Final = 2**24
+"""The same on a device with memory of its own: 64 MiB in float32, of which it needs several at a time."""
 _EXPONENTS: Final = 7
 """Decades that the 8-bit code spans. Source: arXiv:2110.02861, section 2.1."""
 _WORD: Final = 2**32 - 1
@@ -196,3 +201,100 @@ def hash_word(word: Word) -> Word:
     for _ in range(2):
         word = ((word >> 16) ^ word) * 0x45D9F3B & _WORD
     return (word >> 16) ^ word
+
+
+@dataclass(eq=False)
+class MomentState:
+    """Moments of one parameter, with the format of each, and the updates that they have had."""
+
+    moments: tuple[Held, ...]
+    formats: tuple[MomentFormat, ...]
+    noise: Noise
+    steps: int = 0
+
+    def part(self, start: int, stop: int) -> tuple[Held, ...]:
+        """Return some rows of each moment."""
+        return tuple(tuple(each[start:stop] for each in held) for held in self.moments)
+
+
+class HeldMoments:
+    """Moments of parameters, each from its first gradient on.
+
+    Args:
+        parameters: by name; float32.
+        places: shape of the whole of each, and the box of it that the parameter is.
+        names: of the moments of each parameter.
+        dtype: float32, bfloat16 or int8.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        places: Mapping[str, tuple[Sequence[int], Box]],
+        names: Sequence[str],
+        dtype: str,
+    ) -> None:
+        self.parameters, self.names = dict(parameters), tuple(names)
+        self._places, self._dtype = places, dtype
+        self._states: dict[str, MomentState] = {}
+        self._formats: dict[torch.device, tuple[MomentFormat, ...]] = {}
+
+    def of(self, name: str) -> MomentState:
+        """Return the moments of a parameter; zeros at first."""
+        return self._states.get(name) or self._begin(name)
+
+    def steps_of(self, name: str) -> float | None:
+        """Return the updates that a parameter has had; None where it has no moments."""
+        state = self._states.get(name)
+        return None if state is None else float(state.steps)
+
+    @torch.no_grad()
+    def read(self, name: str) -> dict[str, Tensor]:
+        """Return the moments of a parameter, in its shape, float32."""
+        parameter, state = self.parameters[name], self._states[name]
+        found = {each: torch.empty(parameter.shape, device=parameter.device) for each in self.names}
+        for values, form, held in zip(found.values(), state.formats, state.moments, strict=True):
+            rows = rows_of(values)
+            for start, stop in chunks(rows):
+                rows[start:stop] = form.read(tuple(each[start:stop] for each in held))
+        return found
+
+    @torch.no_grad()
+    def load(self, name: str, moments: Mapping[str, Tensor], steps: float) -> None:
+        """Hold the moments of a parameter: what `read` gave as it was, other numbers as the nearest."""
+        state = self._begin(name)
+        state.steps = int(steps)
+        for each, form, held in zip(self.names, state.formats, state.moments, strict=True):
+            rows = rows_of(moments[each].contiguous())
+            for start, stop in chunks(rows):
+                form.write(tuple(part[start:stop] for part in held), rows[start:stop])
+
+    def clear(self) -> None:
+        """Forget all moments."""
+        self._states.clear()
+
+    def memory(self) -> Iterator[Tensor]:
+        """Iterate over the memory of all moments."""
+        return (each for state in self._states.values() for held in state.moments for each in held)
+
+    def _begin(self, name: str) -> MomentState:
+        parameter = self.parameters[name]
+        device, (num_rows, num_columns) = parameter.device, rows_of(parameter).shape
+        if device not in self._formats:
+            self._formats[device] = moment_formats(self._dtype, device)[: len(self.names)]
+        formats = self._formats[device]
+        moments = tuple(form.hold(num_rows, num_columns, device) for form in formats)
+        self._states[name] = MomentState(moments, formats, Noise(name, *self._places[name], device))
+        return self._states[name]
+
+
+def rows_of(tensor: Tensor) -> Tensor:
+    """View a tensor as [R, C]."""
+    return tensor.view(-1, tensor.shape[-1])
+
+
+def chunks(rows_RC: Tensor) -> Iterator[tuple[int, int]]:
+    """Iterate over the rows that are updated together."""
+    most = CHUNK_ELEMENTS if rows_RC.is_cpu else DEVICE_CHUNK_ELEMENTS
+    size = max(1, most // max(1, rows_RC.shape[1]))
+    return ((start, min(start + size, len(rows_RC))) for start in range(0, len(rows_RC), size))

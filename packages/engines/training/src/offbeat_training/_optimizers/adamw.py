@@ -11,8 +11,15 @@ from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig
 from offbeat_device import compiled
-from offbeat_training._held import HeldMoments, MomentState, chunks, rows_of
-from offbeat_training._moments import Held, MomentFormat, draw_noise
+from offbeat_training._optimizers.moments import (
+    Held,
+    HeldMoments,
+    MomentFormat,
+    MomentState,
+    chunks,
+    draw_noise,
+    rows_of,
+)
 
 
 class NarrowAdamW:

@@ -1,0 +1,1 @@
+"""Optimizers, and the formats in which they hold their moments."""
