@@ -121,7 +121,7 @@ def test_a_plan_for_a_cluster_says_what_its_devices_have_room_for(
 def test_a_plan_estimates_a_model_whose_layers_have_the_gated_delta_rule(
     command: CommandLine, config: Path, model: Path, tmp_path: Path
 ) -> None:
-    """Of a tiny one here, and of one of 9B parameters on a cluster, for whose devices the budget is chosen."""
+    """Plan a tiny one here, and one of 9B parameters on a cluster, for whose devices the budget is chosen."""
     sizes = {"key_head_dim": 8, "value_head_dim": 8, "num_key_heads": 2, "num_value_heads": 4}
     tiny = Qwen3_5TextConfig(
         vocab_size=320,

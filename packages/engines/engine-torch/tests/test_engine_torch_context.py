@@ -1,9 +1,8 @@
 """Context parallel ranks, which share the tokens of a pack, train as one process does."""
 
-import numpy as np
 import pytest
 from gpt_oss_folders import write_model
-from test_engine_torch_ranks import UPDATES, assert_same, config, name_run, three_steps, weighted
+from test_engine_torch_ranks import assert_same, config, three_steps, weighted
 from transformers import AutoConfig
 
 from offbeat_core import ConfigError
@@ -44,39 +43,6 @@ def model(request, tmp_path_factory):
 def test_ranks_that_share_tokens_train_as_one_process(model, mesh, make_groups):
     one, many = (TorchTrainEngine.create(config(model), each) for each in (None, mesh))
     assert_same(three_steps(many, make_groups, weighted), three_steps(one, make_groups, weighted))
-
-
-CHANGES = {
-    "lora": {"lora_rank": 4},
-    "checkpointing": {"activation_checkpointing": True},
-    "bfloat16": {"dtype": "bfloat16"},
-    "entropy": {"options": {"temperature": 0.7, "entropy_gradient": True}},
-    "once a pass": {"options": {"reduce_once": "on"}},
-}
-
-
-@pytest.mark.mesh(cp=2)
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_settings_mean_the_same_where_ranks_share_tokens(model_folder, mesh, make_groups, changes):
-    settings = config(model_folder, **changes)
-    one = three_steps(TorchTrainEngine.create(settings), make_groups, weighted)
-    many = three_steps(TorchTrainEngine.create(settings, mesh), make_groups, weighted)
-    assert_same(many, one, 1e-5 if settings.dtype == "float32" else 3e-2)
-
-
-@pytest.mark.parametrize(
-    "mesh", [{"dp": 2, "cp": 2}, pytest.param({"cp": 4}, marks=pytest.mark.nightly)], ids=name_run, indirect=True
-)
-@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
-def test_packs_without_a_loss_token_on_each_rank(model_folder, mesh, update):
-    engines = [TorchTrainEngine.create(config(model_folder), each) for each in (None, mesh)]
-    for found, wanted in zip(*(engine.logprobs(update) for engine in reversed(engines)), strict=True):
-        np.testing.assert_allclose(found, wanted, atol=1e-5)
-    reported = [engine.forward_backward(update, weighted) for engine in engines]
-    for name in reported[0].keys() & {"loss", "weight", "sequence_tokens"}:
-        assert reported[1][name].value == pytest.approx(reported[0][name].value, rel=1e-5, abs=1e-6)
-    norms = [engine.step()["grad_norm"].value for engine in engines]
-    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 
 
 @pytest.mark.mesh(dp=2, cp=2, compare=False)

@@ -41,7 +41,7 @@ def reference_gradients(folder, sequences):
 @pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}], ids=str)
 @pytest.mark.parametrize("kernel", ["split", "rows"])
 def test_gradients_are_those_of_single_sequences(kernel, settings, folder, make_groups, weighted_loss):
-    """Those of sinks and of experts' biases too, in packs with shared prompts: float32 beside transformers' float64."""
+    """Compare all gradients, in packs with shared prompts: float32 beside transformers' float64."""
     engine, sequences = TorchTrainEngine.create(config(folder, **settings)), make_groups(prompt=(2, 20))
     assert_agree(engine, folder, sequences)
     engine._policy.kernel = kernel

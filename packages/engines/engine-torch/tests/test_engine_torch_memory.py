@@ -65,7 +65,7 @@ KINDS = ["linear_attention"] * 3 + ["full_attention"]
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("family", [Qwen3_5TextConfig, OlmoHybridConfig])
 def test_the_tensors_of_a_step_grow_with_its_tokens_as_the_plan_says(family, dtype, recomputes, tmp_path):
-    """Of a model with the gated delta rule, in sequences of four whole chunks, with what the head needs."""
+    """Measure a model with the gated delta rule, in sequences of four whole chunks, with what the head needs."""
     torch.manual_seed(0)
     shape = {"hidden_size": 128, "intermediate_size": 384, "num_attention_heads": 4, "num_key_value_heads": 1}
     rule = {f"linear_{name}": size for name, size in RULE.items()}

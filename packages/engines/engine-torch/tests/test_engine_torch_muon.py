@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_engine_torch_moments import likelihood, train, weights_of
 
 from offbeat_core import ConfigError, ModelError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
@@ -26,22 +27,6 @@ def dense_folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def moe_folder(tmp_path_factory):
     return tiny_model(tmp_path_factory.mktemp("muon") / "moe", "qwen3_moe")
-
-
-def likelihood(tokens):
-    return -tokens.logprobs_N.sum() / tokens.total_tokens, {}
-
-
-def train(engine, make_groups, seeds):
-    losses = []
-    for seed in seeds:
-        losses.append(engine.forward_backward(make_groups(seed=seed), likelihood)["loss"].value)
-        engine.step()
-    return losses
-
-
-def weights_of(engine):
-    return {name: tensor.clone() for name, tensor in engine.weights()}
 
 
 def test_matrices_are_updated_by_torchs_muon_and_the_rest_by_adamw(dense_folder, make_groups):

@@ -120,11 +120,15 @@ CHANGES = {
     "checkpointing": {"activation_checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"},
     "entropy": {"options": {"temperature": 0.7, "entropy_gradient": True}},
+    "once a pass": {"options": {"reduce_once": "on"}},
 }
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.nightly)], ids=name_run, indirect=True
+    "mesh",
+    [{"dp": 2}, {"cp": 2}, pytest.param({"dp": 2, "tp": 2}, marks=pytest.mark.nightly)],
+    ids=name_run,
+    indirect=True,
 )
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_settings_mean_the_same_on_ranks(model_folder, mesh, make_groups, changes):
@@ -154,7 +158,12 @@ UPDATES = {
 }
 
 
-@pytest.mark.mesh(dp=4)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"dp": 4}, {"dp": 2, "cp": 2}, pytest.param({"cp": 4}, marks=pytest.mark.nightly)],
+    ids=name_run,
+    indirect=True,
+)
 @pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
 def test_updates_that_do_not_divide(model_folder, mesh, update):
     engines = [TorchTrainEngine.create(config(model_folder), each) for each in (None, mesh)]

@@ -66,7 +66,7 @@ BILLIONS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """What is trained, and bytes of its moments for each weight."""
+    """Weights that train, and bytes of the moments of each."""
 
     lora_rank: int = 0
     moment_bytes: float = 8
