@@ -142,6 +142,7 @@ def test_an_engine_on_a_device_sleeps_and_leaves_memory_to_others_where_it_share
         ({"enable_prefix_caching": False}, HeldBytes()),
         ({"mamba_ssm_cache_dtype": "float32"}, HeldBytes(state=4, states_per_sample=2)),
         ({"mamba_ssm_cache_dtype": "auto", "kv_cache_dtype": "fp8"}, HeldBytes(cache=1, states_per_sample=2)),
+        ({"mamba_ssm_cache_dtype": ["float32"]}, HeldBytes(states_per_sample=2)),  # vLLM itself refuses it
     ],
 )
 def test_a_sample_holds_a_second_state_where_others_may_go_on_from_its_prompt(given, held):

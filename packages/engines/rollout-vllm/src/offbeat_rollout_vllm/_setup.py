@@ -290,7 +290,7 @@ def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
     return HeldBytes(
         matrices=1 if in_blocks else None,
         cache=1 if in_fp8_cache else None,
-        state=_STATE_BYTES.get(options.engine.get("mamba_ssm_cache_dtype", "auto")),
+        state=_STATE_BYTES.get(str(options.engine.get("mamba_ssm_cache_dtype"))),
         states_per_sample=2 if options.engine.get("enable_prefix_caching", True) else 1,
     )
 

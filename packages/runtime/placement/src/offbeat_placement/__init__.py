@@ -3,7 +3,6 @@
 from offbeat_placement._budget import FILLED_SHARE, BudgetSettings, choose_budget
 from offbeat_placement._check import check_plan, verify_placed
 from offbeat_placement._memory import (
-    NUMBER_BYTES,
     ClassifierMemory,
     MemoryEstimate,
     RolloutMemory,
@@ -12,7 +11,7 @@ from offbeat_placement._memory import (
     train_advice,
     train_memory,
 )
-from offbeat_placement._model_shape import DeltaRule, ModelShape
+from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, ModelShape
 from offbeat_placement._placement import Placement, ResourceRequest, SettingValue, fit_settings, plan_placement
 from offbeat_placement._plan import Block, PlacedDriver, PlacedRank, Plan, draw_plan, plan_blocks, process_of
 from offbeat_placement._resources import (

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_core import TrainEngineSettings, TrainLayout, read_model_json
-from offbeat_placement._model_shape import DeltaRule, ModelShape
+from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, ModelShape
 
-NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _HEAD_BYTES: Final = 512 * 2**20
 """Logits of a chunk in the default engine, whose chunks have 16 tokens at least, on a device with its own memory."""
 _HEAD_BYTES_ON_CPU: Final = 64 * 2**20

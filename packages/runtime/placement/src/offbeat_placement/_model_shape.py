@@ -232,7 +232,7 @@ _RULE_SIZES: Final = {
     "window": "linear_conv_kernel_dim",
 }
 _SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
-_STATE_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
+NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FULL_ATTENTION_INTERVAL: Final = 4
 """One block of so many has attention where the config names no types of layers: the default of these families."""
 
@@ -317,7 +317,7 @@ def _rule_layers(text: Mapping[str, Any], num_layers: int) -> set[int]:
 def _read_rule(text: Mapping[str, Any]) -> DeltaRule:
     return DeltaRule(
         **{name: text[key] for name, key in _RULE_SIZES.items()},
-        state_bytes=_STATE_BYTES.get(str(text.get("mamba_ssm_dtype")), 0),
+        state_bytes=NUMBER_BYTES.get(str(text.get("mamba_ssm_dtype")), 0),
     )
 
 
