@@ -69,7 +69,7 @@ def test_a_configuration_of_prime_rl_becomes_ours(command: CommandLine, tmp_path
     assert held["data"]["task_options"] == {"dataset_name": "mikasenghaas/Sanity-Test-R1D-1.5B"}
     engine, rollout = held["engine"], held["rollout"]
     assert (engine["num_ranks"], rollout["num_engines"], rollout["tensor_parallel"]) == (16, 2, 8)
-    assert engine["options"] == {"expert_parallel": 8}
+    assert (engine["backend"], engine["options"]) == ("megatron", {"expert_parallel": 8})
     assert (held["async"]["mini_batch_size"], held["async"]["max_version_lag"]) == (64, 8)
     assert rollout["max_model_len"] == 8192
     assert (engine["max_updates"], held["eval"]["every_updates"], held["checkpoint"]["every"]) == (5000, 50, 100)
@@ -78,6 +78,16 @@ def test_a_configuration_of_prime_rl_becomes_ours(command: CommandLine, tmp_path
     missing = said.partition("\n\n")[0]
     assert "orchestrator.eval.source" in missing
     assert "weight_broadcast" not in missing
+
+
+def test_ranks_of_prime_rl_that_share_sequences_stay_with_the_torch_engine(
+    command: CommandLine, tmp_path: Path
+) -> None:
+    source = tmp_path / "rl.toml"
+    source.write_text(PRIME_RL.replace("ep = 8", "cp = 2\ntp = 4"))
+    held, _ = imported(command, "prime-rl", source)
+    assert held["engine"].get("backend", "torch") == "torch"
+    assert held["engine"]["options"] == {"context_parallel": 2, "tensor_parallel": 4}
 
 
 def test_what_is_for_another_command_of_prime_rl_is_refused(command: CommandLine, tmp_path: Path) -> None:
