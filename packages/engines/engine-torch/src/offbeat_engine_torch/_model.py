@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
@@ -26,12 +25,11 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from offbeat_core import ModelError
-from offbeat_device import copy_to_device
 from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
 from offbeat_engine_torch._layers.attention import ATTENTION_NAME, register_attention
 from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.norm import fuse_norms
-from offbeat_engine_torch._layers.plan import AttentionPlan
+from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
 from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
 from offbeat_training import Indices, VocabularyPart, token_logprobs
@@ -209,7 +207,7 @@ class CausalModel(nn.Module):
         if query is None:
             return hidden_TE
         weight_VE, bias_V = here(self.head.weight), here(self.head.bias)
-        predictor_N, target_N = (_to(ids_T.device, each) for each in (query.predictor_N, query.target_N))
+        predictor_N, target_N = (to_device(each, ids_T.device) for each in (query.predictor_N, query.target_N))
         hidden_NE = hidden_TE.index_select(0, predictor_N)
         if self.scores:
             score_N = functional.linear(hidden_NE.to(weight_VE.dtype), weight_VE)[:, 0]
@@ -244,10 +242,6 @@ class CausalModel(nn.Module):
             given["visual_pos_masks"] = mask_T[None]
             given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
         return given
-
-
-def _to(device: torch.device, array: Indices) -> Tensor:
-    return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
 def here(parameter: Any) -> Any:

@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, Final
 
-import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
@@ -20,7 +19,7 @@ from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
 from offbeat_engine_torch._layers.context import PackShare
-from offbeat_engine_torch._layers.plan import AttentionPlan
+from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recompute import recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (
@@ -155,7 +154,7 @@ class Policy:
 
     def tensor(self, array: npt.NDArray[Any]) -> Tensor:
         """Put an array onto the device."""
-        return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self._device)
+        return to_device(array, self._device)
 
 
 def make_policy(

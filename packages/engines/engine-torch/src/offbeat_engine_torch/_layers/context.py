@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from offbeat_device import copy_to_device
 from offbeat_engine_torch._layers.exchange import ContextParallel
-from offbeat_engine_torch._layers.plan import AttentionPlan
+from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_mesh import Mesh
 from offbeat_training import Indices
 
@@ -54,7 +53,7 @@ class CutPack:
         place_N = np.empty_like(self.owner_N)
         for rank, count in enumerate(counts):
             place_N[self.owner_N == rank] = np.arange(count)
-        index_N = copy_to_device(torch.from_numpy(self.owner_N * longest + place_N), here_2n.device)
+        index_N = to_device(self.owner_N * longest + place_N, here_2n.device)
         return tuple(rows_C2n.transpose(0, 1).flatten(1).index_select(1, index_N))
 
 

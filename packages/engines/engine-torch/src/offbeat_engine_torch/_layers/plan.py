@@ -13,6 +13,7 @@ from itertools import groupby
 from typing import Any, TypeVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -257,7 +258,12 @@ class AttentionPlan:
         )
 
     def _tensor(self, array: Any) -> Tensor:
-        return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), self.device)
+        return to_device(array, self.device)
+
+
+def to_device(array: npt.NDArray[Any], device: torch.device) -> Tensor:
+    """Copy an array to a device, without waiting for it."""
+    return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), device)
 
 
 def _for_each_head(index: Indices, num_heads: int, step: int) -> Indices:
