@@ -20,8 +20,8 @@ SOURCES = [
     if "tests" not in path.relative_to(ROOT).parts
 ]
 SHIPPED = [path for path in SOURCES if "src" in path.parts]
-MAX_LINES = 119_362
-MAX_FILES = 672
+MAX_LINES = 119_610
+MAX_FILES = 674
 # Words with which the first line of a docstring does not begin: it says what is done, or what something is.
 FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
 # Words that stand in no name, docstring, comment or message: say which process, rank or user it is.
@@ -64,7 +64,7 @@ FOR_USERS = {
         "sequence_of_tokens",
     },
     "for trackers, transports and models of one's own": {
-        *("Tracker", "PeerStream", "Bucket", "TensorSlice", "tiny_tokenizer"),
+        *("Tracker", "PeerStream", "Bucket", "TensorSlice"),
         *("Operators", "PackedBatch", "PaddedBatch", "VisionBatch", "cann_version"),
     },
 }

@@ -34,10 +34,10 @@ SMALL = {
 }
 
 
-def write_model(folder):
+def write_model(folder, **changes):
     """Write one in float32: biases of experts, which a new model has at zero, and sinks are random too."""
     torch.manual_seed(0)
-    model = GptOssForCausalLM(GptOssConfig(**SMALL))
+    model = GptOssForCausalLM(GptOssConfig(**SMALL | changes))
     with torch.no_grad():
         for name, tensor in model.named_parameters():
             tensor.add_(torch.randn_like(tensor) * (1.0 if name.endswith("sinks") else 0.2))
@@ -45,9 +45,9 @@ def write_model(folder):
     return folder
 
 
-def write_mxfp4(folder):
+def write_mxfp4(folder, **changes):
     """Write one whose experts are in mxfp4, blocks and scales random; return their weights in float64, by name."""
-    write_model(folder)
+    write_model(folder, **changes)
     path, draw = folder / "model.safetensors", np.random.default_rng(0)
     tensors, decoded = load_file(path), {}
     for name in [name for name in tensors if name.endswith("_proj") and ".experts." in name]:

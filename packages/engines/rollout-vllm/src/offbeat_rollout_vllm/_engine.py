@@ -32,7 +32,6 @@ from offbeat_core import (
 )
 from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._forms import EngineForm
-from offbeat_rollout_vllm._fp8_blocks import read_blocks
 from offbeat_rollout_vllm._options import remove_shared_memory
 from offbeat_rollout_vllm._requests import (
     MODEL,
@@ -273,9 +272,10 @@ class VllmRolloutEngine:
         """
         engine = cls(config)
         await engine._start()
-        if engine._setup.is_fp8:
+        first = engine._setup.first_weights()
+        if first is not None:
             try:
-                await engine.update_weights(read_blocks(engine._folder), 0)
+                await engine.update_weights(first, 0)
             except BaseException:
                 await engine.close()
                 raise

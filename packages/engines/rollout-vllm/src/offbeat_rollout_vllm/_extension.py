@@ -116,7 +116,7 @@ class WorkerSide:
 
     def load_weights(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._config(), torch.no_grad():
-            self._model.load_weights(tensors)
+            self._model.load_weights(self._held.load_lost(tensors))
 
     def copy_kept(self, is_reused: Callable[[Tensor], bool]) -> None:
         """Copy what belongs to layers that are not whole yet, where it lies in memory that will be filled again."""

@@ -20,12 +20,21 @@ from offbeat_core import (
     RolloutCapabilities,
     RolloutEngineConfig,
     RolloutEngineSettings,
+    WeightStream,
     engine_needs,
     read_model_json,
 )
 from offbeat_rollout_vllm._families import served_architecture
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
-from offbeat_rollout_vllm._fp8_blocks import FP8, READABLE_KERNELS, block_arguments, holds_blocks, with_scales
+from offbeat_rollout_vllm._fp8_blocks import (
+    FP8,
+    READABLE_KERNELS,
+    block_arguments,
+    holds_blocks,
+    read_blocks,
+    with_scales,
+)
+from offbeat_rollout_vllm._mxfp4 import is_mxfp4, plain_arguments, read_decoded, served_folder
 from offbeat_rollout_vllm._options import (
     GIB,
     AdapterLimits,
@@ -172,7 +181,7 @@ class Setup:
             supported_version(name, version)
         check_torchvision()
         path = Path(config.model_path).expanduser()
-        self.config, self.folder = replace(config, model_path=str(path)), ModelFolder(path)
+        self.config, self.folder = replace(config, model_path=str(path)), served_folder(path)
         is_cpu, self.limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
         if is_cpu:
             options, left_out = drop_expert_layouts(options)
@@ -183,11 +192,19 @@ class Setup:
         if self.holds_blocks:
             extra = block_arguments(config, options.engine, self.folder)
             self.folder = with_scales(self.folder)
+        elif is_mxfp4(self.folder):
+            extra = plain_arguments(options.engine)
         needs = engine_needs(LIBRARY, self.config, releases=(release_of(version),))
         self.notices += filter(None, [needs.notice])
         arguments = {**needs.options, **extra, **self.traces.arguments}
         self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
         self.capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=self.folder.has_vision)
+
+    def first_weights(self) -> WeightStream | None:
+        """Return the update by which the engine comes to the folder's weights; None: it loads them by itself."""
+        if self.is_fp8:
+            return read_blocks(self.folder)
+        return read_decoded(self.folder) if is_mxfp4(self.folder) else None
 
 
 def _capabilities(

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from offbeat_core import ModelFolder, TensorSpec, WeightStream, WeightSyncError
+from offbeat_core import TensorSpec, WeightStream, WeightSyncError
+from offbeat_rollout_vllm._mxfp4 import served_folder
 from offbeat_rollout_vllm._updates import UnstackedStream, checked_tensors, shown_dtype
 from offbeat_rollout_vllm._worker_weights import HeldWeights, check_exact, dtype_name
 from offbeat_weightsync import HeldPart, PartSum, Transport, open_transport
@@ -56,7 +56,7 @@ class WorkerReceiver:
 
     def __init__(self, loading: WeightLoading, held: HeldWeights, rank: int, device: str, model_path: str) -> None:
         self._loading, self._held, self._rank, self._device = loading, held, rank, device
-        self._folder = ModelFolder(Path(model_path))
+        self._folder = served_folder(model_path)
         self._transports: dict[str, Transport] = {}
         self._open = ExitStack()
         self.touched = False

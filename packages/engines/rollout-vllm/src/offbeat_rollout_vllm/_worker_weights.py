@@ -21,7 +21,7 @@ column_parallel_linear.py (lora_a_stacked, lora_b_stacked: [slot, 1, rows, colum
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
@@ -29,6 +29,19 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+
+from offbeat_rollout_vllm._gpt_oss import (
+    BIASES,
+    SINKS,
+    STACKS,
+    holds_sinks,
+    holds_stack,
+    load_sinks,
+    load_stack,
+    read_bias,
+    sinks_part,
+    stack_part,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +51,7 @@ class TensorLocation:
     Args:
         module: of the engine.
         leaf: its parameter, such as "weight" or "bias".
-        expert: which of the stack that the parameter is, on this rank; None: it is no stack of experts.
+        expert: which of the stack that the parameter is, on this rank; None: it is no stack of experts, or all of it.
         first_row: within this rank's parameter.
         shape: of this rank's part.
         dim: along which ranks have different parts.
@@ -83,6 +96,19 @@ def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -
     )
 
 
+def locate_stack(runner: Any, name: str, leaf: str) -> TensorLocation:
+    """Return where a stack lies that the trainer holds whole too; see `_gpt_oss`."""
+    layer = runner.routed_experts
+    check_stacks(runner, name)
+    if layer.local_num_experts != layer.global_num_experts:
+        raise KeyError(
+            f"{name}: with expert parallelism vLLM has some of its experts, which this package does not read back; "
+            "leave rollout.options.enable_expert_parallel out"
+        )
+    shape, dim, pieces = stack_part(layer, leaf)
+    return TensorLocation(module=layer, leaf=leaf, first_row=0, shape=shape, dim=dim, pieces=pieces)
+
+
 def check_stacks(runner: Any, name: str) -> None:
     """Refuse to read what is not known to be what serves."""
     layer = runner.routed_experts
@@ -110,6 +136,21 @@ def read_expert(location: TensorLocation) -> Tensor:
     if _kernel_name(layer) != PACKED:
         return held[rows]
     return held.flatten()[unpacking(tuple(held.shape), held.dtype, _experts(layer).isa)[rows]]
+
+
+def read_stack(location: TensorLocation) -> Tensor:
+    layer: Any = location.module
+    held = getattr(layer, location.leaf).detach()
+    if location.leaf in BIASES:
+        return read_bias(held, location.leaf, location.shape)
+    num_experts, num_in, num_out = location.shape
+    halves = (0, held.shape[1] // 2) if location.leaf == "w13_weight" else (0,)
+    part = replace(location, shape=(num_out // len(halves), num_in))
+    experts = [
+        torch.cat([read_expert(replace(part, expert=expert, first_row=first)) for first in halves])
+        for expert in range(num_experts)
+    ]
+    return torch.stack(experts).transpose(1, 2).contiguous()
 
 
 @lru_cache(maxsize=8)
@@ -181,6 +222,8 @@ class HeldWeights:
             parent, _, last = path.rpartition(".")
             fused, part = self._fusions.get(last, (last, None))
             module = _submodule(self._model, f"{parent}.{fused}".removeprefix("."))
+        if holds_stack(module, leaf):
+            return locate_stack(module, name, leaf)
         if module is None or getattr(module, leaf, None) is None:
             raise KeyError(f"vLLM's model has nothing for {name} (looked for {mapped})")
         if is_block_held(module):
@@ -202,8 +245,23 @@ class HeldWeights:
         location = self.find(name)
         if location.expert is not None:
             return read_expert(location)
+        if location.leaf in STACKS:
+            return read_stack(location)
         held = self._parameter(location.module, location.leaf)
         return held[location.first_row : location.first_row + location.shape[0]][tuple(map(slice, location.shape))]
+
+    def load_lost(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Load what vLLM's model would lose, and yield all else: see `_gpt_oss`."""
+        for name, tensor in tensors:
+            is_asked = ".experts." in name or name.endswith(SINKS)
+            path, _, leaf = self._map(name)[0].rpartition(".") if is_asked else ("", "", "")
+            module: Any = _submodule(self._model, path)
+            if holds_stack(module, leaf):
+                load_stack(module.routed_experts, leaf, tensor)
+            elif holds_sinks(module, leaf):
+                load_sinks(module, tensor)
+            else:
+                yield name, tensor
 
     def forget(self) -> None:
         self._unpacked = None
@@ -328,6 +386,9 @@ def _locate(module: nn.Module, leaf: str, part: int | None) -> TensorLocation:
         return TensorLocation(module=module, leaf=leaf, first_row=0, shape=shape, dim=0, pieces=pieces)
     if hasattr(layer, "quant_method") and hasattr(layer, "output_size"):
         return _locate_linear(layer, leaf, part)
+    if holds_sinks(layer, leaf):
+        first, size = sinks_part(layer)
+        return TensorLocation(module=module, leaf=leaf, first_row=0, shape=(size,), dim=0, pieces=((first, size),))
     held = tuple(getattr(layer, leaf).shape)
     return TensorLocation(module=module, leaf=leaf, first_row=0, shape=held, dim=0, pieces=((0, (*held, 1)[0]),))
 

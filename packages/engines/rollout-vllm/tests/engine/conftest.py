@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # for what several tests share
+sys.path.insert(0, str(Path(__file__).parents[3] / "engine-torch/tests"))  # for gpt_oss_folders
 
 from offbeat_core import OffbeatError
 from offbeat_rollout_vllm import VllmRolloutEngine
