@@ -13,6 +13,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._layers import recurrence
+from offbeat_engine_torch._layout import check_context_parallel
 from offbeat_testing import reference_logprobs, reference_model
 
 SMALL = {
@@ -250,9 +251,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.mesh(dp=2)
-@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
-def test_two_ranks_train_as_one_process(folder, mesh, make_groups, weighted_loss, changes):
+def assert_trains_as_one_process(folder, mesh, make_groups, weighted_loss, **changes):
     engines = [create(folder, each, **changes) for each in (None, mesh)]
     tolerance = 3e-2 if "dtype" in changes else 1e-5
     for seed in range(2):
@@ -263,6 +262,35 @@ def test_two_ranks_train_as_one_process(folder, mesh, make_groups, weighted_loss
         assert norms[1] == pytest.approx(norms[0], rel=tolerance, abs=tolerance)
     for (name, found), (_, wanted) in zip(*(each.weights() for each in reversed(engines)), strict=True):
         torch.testing.assert_close(found, wanted, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("mesh", [{"dp": 2}, {"cp": 2}], ids=["dp2", "cp2"], indirect=True)
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_two_ranks_train_as_one_process(folder, mesh, make_groups, weighted_loss, changes):
+    assert_trains_as_one_process(folder, mesh, make_groups, weighted_loss, **changes)
+
+
+@pytest.mark.mesh(cp=2)
+def test_ranks_share_the_tokens_of_every_family(family_folder, mesh, make_groups, weighted_loss):
+    """Sequences begin and end in the middle of a rank's tokens; the pack does not divide either."""
+    assert_trains_as_one_process(family_folder, mesh, make_groups, weighted_loss)
+
+
+@pytest.mark.mesh(dp=2, cp=2)
+@pytest.mark.nightly
+def test_ranks_share_tokens_beside_data(folder, mesh, make_groups, weighted_loss):
+    assert_trains_as_one_process(folder, mesh, make_groups, weighted_loss)
+
+
+@pytest.mark.mesh(cp=2, compare=False)
+def test_kernels_get_all_tokens_of_a_share_of_the_heads(folder, mesh, make_groups, weighted_loss, as_on_an_accelerator):
+    assert_trains_as_one_process(folder, mesh, make_groups, weighted_loss)
+    assert set(as_on_an_accelerator) == {"rule", "convolution"}
+
+
+def test_heads_that_ranks_cannot_share_are_refused(folder):
+    with pytest.raises(ConfigError, match=r"cp = 3.*linear_num_value_heads \(4\) must be a multiple of cp"):
+        check_context_parallel(reference_model(folder).config, 3)
 
 
 @pytest.mark.mesh(tp=2, compare=False)

@@ -97,21 +97,20 @@ def bytes_of_rank(
     return train_memory(engine, layout, shape, on_cpu=False).estimate(shape).num_bytes
 
 
-def ways(shape: ModelShape, num_ranks: int) -> Iterator[tuple[str, bool, int]]:
+def ways(num_ranks: int) -> Iterator[tuple[str, bool, int]]:
     """Yield ways to train, the simplest first: what is said of one, whether it recomputes, and ranks of cp."""
     yield "yes", False, 1
     yield "c", True, 1
-    if shape.rule is None:  # ranks cannot share sequences of layers with the gated delta rule
-        for cp in (2, 4, 8, 16, 32):
-            if cp <= num_ranks:
-                yield f"c, cp {cp}", True, cp
+    for cp in (2, 4, 8, 16, 32):
+        if cp <= num_ranks:
+            yield f"c, cp {cp}", True, cp
 
 
 def fits(shape: ModelShape, trained: Trained, *, tokens: int, num_devices: int) -> str:
     """Return how a model trains on so many devices, or on the next power of two on which it does."""
     num_ranks = num_devices
     while num_ranks <= MOST_DEVICES:
-        for said, recomputes, cp in ways(shape, num_ranks):
+        for said, recomputes, cp in ways(num_ranks):
             needed = bytes_of_rank(shape, trained, tokens=tokens, recomputes=recomputes, num_ranks=num_ranks, cp=cp)
             if needed <= FILLED_SHARE * DEVICE_BYTES:
                 return said if num_ranks == num_devices else f"{num_ranks}: {said}"

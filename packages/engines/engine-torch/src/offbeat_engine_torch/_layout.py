@@ -7,7 +7,7 @@ from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
-from offbeat_engine_torch._layers.recurrence import has_fused_rule
+from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import read_config
 from offbeat_engine_torch._parallel.sharding import check_tensor_parallel
@@ -211,16 +211,15 @@ def check_context_parallel(hf_config: Any, size: int) -> None:
     """Refuse a model whose tokens several ranks cannot share.
 
     Raises:
-        ConfigError: it looks at images, or has layers that read a sequence from its beginning.
+        ConfigError: it looks at images, or the heads of its delta rule do not divide among them.
     """
     config = hf_config.get_text_config()
-    reasons = {
-        "it has a vision tower": getattr(hf_config, "vision_config", None) is not None,
-        "its layers with the gated delta rule read a sequence from its beginning": (
-            "linear_attention" in (getattr(config, "layer_types", None) or ())
-        ),
-    }
-    if reason := next((text for text, is_so in reasons.items() if is_so), ""):
+    reason = ""
+    if "linear_attention" in (getattr(config, "layer_types", None) or ()):
+        reason = check_shared_heads(config, size)
+    if getattr(hf_config, "vision_config", None) is not None:
+        reason = "it has a vision tower"
+    if reason:
         raise ConfigError(f"cp = {size}: ranks cannot share the tokens of {config.model_type}: {reason}; set cp to 1")
 
 

@@ -8,8 +8,11 @@ completions, in these two steps alone: the projections around them are computed 
 - Elsewhere: transformers' own torch functions on padded rows. What is computed after the end of a row's sequence is
   thrown away, and nothing before it sees it.
 
+Ranks that share the tokens of a pack swap in each of the two: a rank gets all tokens of its share of the channels, or
+of the heads, and hands back what it has computed for those of others (DeepSpeed-Ulysses).
+
 Shapes: T packed tokens, R rows, L tokens of a row, F tokens of all sequences with their prompts, C channels, H heads,
-D head size.
+D head size; t of the T tokens are on a rank.
 Source: Yang et al., "Gated Delta Networks", arXiv:2412.06464.
 """
 
@@ -24,6 +27,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
+from offbeat_engine_torch._layers.exchange import SharedTokens
 from offbeat_engine_torch._layers.plan import AttentionPlan, WholeRows
 
 DELTA_RULE_FAMILIES: Final = {"olmo_hybrid", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"}
@@ -86,9 +90,30 @@ def _packed_rule(reference: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
                 line = plan.whole_line()
                 rows, more = line.rows, {"cu_seqlens": line.bounds}
             update = partial(fused or reference, **normalizes, **more)
-            return _by_rows(rows, (query_1THD, key_1THD, value_1THD, g, beta), lambda *given: update(*given)[0]), None
+            ranks = plan.ranks
+            given: tuple[Tensor, ...] = (query_1THD, key_1THD, value_1THD, g, beta)
+            if ranks is not None:
+                given = _of_own_heads(ranks, *given)
+            found_1THD = _by_rows(rows, given, lambda *each: update(*each)[0])
+            return (found_1THD if ranks is None else ranks.take_tokens(found_1THD)), None
 
     return rule
+
+
+def _of_own_heads(
+    ranks: SharedTokens, query_1tHD: Tensor, key_1tHD: Tensor, value_1tHD: Tensor, g_1tH: Tensor, beta_1tH: Tensor
+) -> tuple[Tensor, ...]:
+    """Swap this rank's tokens for its share of the heads, in two calls."""
+    vectors, numbers = (query_1tHD, key_1tHD, value_1tHD), (g_1tH.float()[..., None], beta_1tH.float()[..., None])
+    query, key, value = _swap(ranks, *vectors)
+    g, beta = _swap(ranks, *numbers)
+    return query, key, value, g[..., 0].to(g_1tH.dtype), beta[..., 0].to(beta_1tH.dtype)
+
+
+def _swap(ranks: SharedTokens, *given_1tHD: Tensor) -> tuple[Tensor, ...]:
+    """[1, t, H, D] each, of one format, to [1, T, H / ranks, D] each."""
+    joined = ranks.take_heads(torch.cat(given_1tHD, -1).transpose(1, 2)).transpose(1, 2)
+    return torch.split(joined, [each.shape[-1] for each in given_1tHD], -1)
 
 
 def _packed_convolution(reference: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -112,13 +137,37 @@ def _packed_convolution(reference: Callable[..., Tensor]) -> Callable[..., Any]:
             line = plan.whole_line()
             rows, more = line.rows, {"seq_idx": line.sequence_1F}
 
+        ranks = plan.ranks
+        if ranks is not None:  # a channel has a filter of its own
+            weight = weight.chunk(ranks.size)[ranks.rank]
+            bias = None if bias is None else bias.chunk(ranks.size)[ranks.rank]
+            x_1CT = ranks.take_heads(x_1CT[..., None])[..., 0]
+
         def convolve(x_RLC: Tensor) -> Tensor:
             out: Tensor = (fused or reference)(x_RLC.transpose(1, 2), weight, bias, activation=activation, **more)
             return out.transpose(1, 2)
 
-        return _by_rows(rows, (x_1CT.transpose(1, 2),), convolve).transpose(1, 2)
+        found_1TC = _by_rows(rows, (x_1CT.transpose(1, 2),), convolve)
+        if ranks is not None:
+            found_1TC = ranks.take_tokens(found_1TC[..., None])[..., 0]
+        return found_1TC.transpose(1, 2)
 
     return convolution
+
+
+def check_shared_heads(config: Any, size: int) -> str:
+    """Return why so many ranks cannot share the tokens of a model with these layers; "" where they can."""
+    keys = config.linear_num_key_heads * config.linear_key_head_dim
+    values = config.linear_num_value_heads * config.linear_value_head_dim
+    wanted = {
+        "linear_num_value_heads": config.linear_num_value_heads,
+        "channels of keys": keys,
+        "channels of values": values,
+    }
+    for name, count in wanted.items():
+        if count % size:
+            return f"its {name} ({count}) must be a multiple of cp, as ranks swap tokens for heads in the delta rule"
+    return ""
 
 
 def _by_rows(whole: WholeRows, tensors: Iterable[Tensor], compute: Callable[..., Tensor]) -> Tensor:
