@@ -14,7 +14,7 @@ from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import FolderStream, Part, Readback, UnstackedStream  # noqa: E402
 from offbeat_rollout_vllm._worker_receiver import held_parts  # noqa: E402
-from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402 - needs torch
+from offbeat_rollout_vllm._worker_weights import HeldWeights, refresh_gates  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
 from offbeat_weightsync import BucketPlan, InProcessStream, describe_tensors  # noqa: E402
@@ -362,11 +362,16 @@ def test_what_is_not_known_to_be_what_serves_is_refused(wholes, case):
         weights.find("mlp.experts.0.up_proj.weight")
 
 
-def test_a_router_that_serves_from_a_copy_is_refused(wholes):
-    weights = held_experts(Experts(wholes))
-    weights._model.mlp.experts.shared_expert_gate = torch.nn.Linear(1, 1)
-    with pytest.raises(KeyError, match="copy of the router that no update reaches"):
-        weights.find("mlp.experts.0.up_proj.weight")
+def test_a_copy_of_a_router_and_a_gate_is_written_where_it_lies():
+    """Recorded graphs read it there; a runner that has made no copy yet has none to write."""
+    runner = torch.nn.Module()
+    runner.gate, runner.shared_expert_gate = torch.nn.Linear(8, 4), torch.nn.Linear(8, 1)
+    runner._combined_gate_weight = None
+    refresh_gates(runner)
+    copy = runner._combined_gate_weight = torch.zeros(5, 8)
+    refresh_gates(runner)
+    assert runner._combined_gate_weight is copy
+    assert torch.equal(copy, torch.cat([runner.gate.weight, runner.shared_expert_gate.weight]))
 
 
 @pytest.mark.parametrize(

@@ -29,13 +29,14 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
+from offbeat_rollout_vllm._worker_adapters import HeldAdapter
 from offbeat_rollout_vllm._worker_weights import (
-    HeldAdapter,
     HeldWeights,
     check_exact,
     dtype_name,
     forget_kernels,
     is_packed,
+    refresh_gates,
     unpack,
 )
 from offbeat_rollout_vllm._workers import Arena
@@ -211,6 +212,7 @@ class WorkerSide:
         with self._config(), _without_warnings():
             import_module(RELOAD).finalize_layerwise_reload(self._model, self._worker.model_config)
             self._refresh_heads()
+            refresh_gates(self._model)
 
     def _refresh_heads(self) -> None:
         """A head that shares the input embedding's weight keeps its packed copy of the old one through a reload.

@@ -8,24 +8,19 @@ A layer's experts are two stacks: `w13_weight` holds the rows of gate and then o
 tensor-parallel ranks has a slice of every expert, or with expert parallelism some of them whole. vLLM's kernels for a
 CPU take the stacks packed: the same numbers in another order. The order is learnt by packing numbers that count up.
 
-Of LoRA adapters each layer holds the matrices of all, padded with zeros to the largest rank; of a layer that fuses
-several of the trainer's, each part has its own. Tensor-parallel ranks have columns of A where the layer is row
-parallel, else rows of B, and the rest whole.
-
 Source: vllm 0.32.0, vllm/model_executor/layers/linear.py and vocab_parallel_embedding.py (parts, padding),
 vllm/model_executor/layers/utils.py (dispatch_cpu_unquantized_gemm), vllm/model_executor/models/utils.py
 (WeightsMapper), vllm/model_executor/layers/fused_moe/routed_experts.py (parts, loading),
 unquantized_fused_moe_method.py and oracle/unquantized.py (what each kernel makes of the stacks), experts/cpu_moe.py,
-vllm/lora/model_manager.py (LoRAModelManager.modules, lora_index_to_id) and vllm/lora/layers/base_linear.py,
-column_parallel_linear.py (lora_a_stacked, lora_b_stacked: [slot, 1, rows, columns]).
+vllm/model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py (parts of the gated delta rule).
 """
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor, nn
@@ -115,8 +110,6 @@ def check_stacks(runner: Any, name: str) -> None:
     config = layer.moe_config
     kernel = _kernel_name(layer)
     plain = (2 * config.intermediate_size_per_partition_unpadded, config.hidden_dim_unpadded)
-    if runner.shared_expert_gate is not None:
-        raise KeyError(f"{name}: with a shared expert vLLM routes by a copy of the router that no update reaches")
     if config.moe_parallel_config.enable_eplb:
         raise KeyError(f"{name}: vLLM moves experts between ranks; leave rollout.options.enable_eplb out")
     if kernel == PACKED and not _experts(layer)._use_zentorch:
@@ -155,14 +148,25 @@ def read_stack(location: TensorLocation) -> Tensor:
 
 @lru_cache(maxsize=8)
 def unpacking(shape: tuple[int, int], dtype: torch.dtype, isa: str) -> Tensor:
-    """[rows, columns] int64: where vLLM's kernel for a CPU has each element of a matrix.
+    """[rows, columns] int64: where vLLM's kernel for a CPU has each element of an expert's matrix."""
+    pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
+    return packed_order(shape, dtype, lambda word: pack(word[None], isa))
+
+
+@lru_cache(maxsize=8)
+def filter_unpacking(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """[channels, width] int64: where vLLM's kernel for a CPU has each element of a convolution's filters."""
+    return packed_order(shape, dtype, import_module("vllm._custom_ops").causal_conv1d_weight_pack)
+
+
+def packed_order(shape: tuple[int, int], dtype: torch.dtype, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """Return where each element of a matrix is when it is packed.
 
     Packing moves numbers of `dtype`, whatever they are: so 32-bit integers go through it whole, or as two halves.
     """
-    pack = import_module("vllm._custom_ops").cpu_prepack_moe_weight
     count = torch.arange(shape[0] * shape[1], dtype=torch.int32)
-    words = count.view(dtype).view(1, *shape, -1).unbind(-1)
-    packed = torch.stack([pack(word.contiguous(), isa) for word in words], -1)
+    words = count.view(dtype).view(*shape, -1).unbind(-1)
+    packed = torch.stack([pack(word.contiguous()) for word in words], -1)
     return packed.view(torch.int32).flatten().argsort().view(shape)
 
 
@@ -176,6 +180,20 @@ def forget_kernels(model: nn.Module) -> None:
     """
     for layer in packed_stacks(model):
         layer.quant_method.moe_kernel = None
+
+
+def refresh_gates(model: nn.Module) -> None:
+    """Write the weights of a router and of its shared expert's gate into vLLM's copy of both, where it routes by one.
+
+    Expected: a reload renews the copy. Happens (vllm 0.32.0): moe_runner.py makes it before the first forward pass, and
+    keeps it (`_maybe_fuse_gate_weights`). It is written in place, as recorded graphs read it there. Can go when a
+    reload renews it.
+    """
+    for module in model.modules():
+        runner: Any = module
+        copy = getattr(module, "_combined_gate_weight", None)
+        if copy is not None:
+            copy.copy_(torch.cat([runner.gate.weight, runner.shared_expert_gate.weight]))
 
 
 def packed_stacks(model: nn.Module) -> Iterator[Any]:
@@ -224,6 +242,8 @@ class HeldWeights:
             module = _submodule(self._model, f"{parent}.{fused}".removeprefix("."))
         if holds_stack(module, leaf):
             return locate_stack(module, name, leaf)
+        if getattr(module, leaf, None) is not None and (held := locate_recurrence(self._model, path, leaf)):
+            return held
         if module is None or getattr(module, leaf, None) is None:
             raise KeyError(f"vLLM's model has nothing for {name} (looked for {mapped})")
         if is_block_held(module):
@@ -247,6 +267,10 @@ class HeldWeights:
             return read_expert(location)
         if location.leaf in STACKS:
             return read_stack(location)
+        if hasattr(location.module, "_cpu_unpacked_conv_weight"):  # of a convolution whose filters are packed
+            packed: Tensor = getattr(location.module, location.leaf).detach()
+            channels, _, width = location.shape
+            return packed.flatten()[filter_unpacking((channels, width), packed.dtype)][:, None]
         held = self._parameter(location.module, location.leaf)
         return held[location.first_row : location.first_row + location.shape[0]][tuple(map(slice, location.shape))]
 
@@ -266,17 +290,21 @@ class HeldWeights:
     def forget(self) -> None:
         self._unpacked = None
 
-    def _map(self, name: str) -> tuple[str, int | None]:
-        """Name of the engine's tensor, and which part of it, where the model's own map says so."""
-        mapper = getattr(self._model, "hf_to_vllm_mapper", None)
-        if mapper is None:
-            return name, None
-        mapped = list(mapper.apply([(name, torch.empty(0))]))
-        if len(mapped) != 1:
-            raise KeyError(f"vLLM's model has {len(mapped)} tensors for {name}: this package reads back exactly one")
-        renamed, marker = mapped[0]
-        shard: Any = getattr(marker, "shard_id", None)
-        return renamed, SHARDS.get(shard, shard)
+    def _map(self, name: str) -> tuple[str, int | tuple[int, ...] | None]:
+        """Name of the engine's tensor, and which part of it, or parts, where a map of the model says so.
+
+        A model within the model, as Qwen3.5's, may have the map that says it.
+        """
+        renamed, part = _apply_map(self._model, name)
+        words = renamed.split(".")
+        for number in range(1, len(words) if part is None else 1):
+            inner = _submodule(self._model, ".".join(words[:number]))
+            if inner is None:
+                break
+            rest, part = _apply_map(inner, ".".join(words[number:]))
+            if part is not None:
+                return ".".join([*words[:number], rest]), part
+        return renamed, part
 
     def _parameter(self, module: nn.Module, leaf: str) -> Tensor:
         held: Tensor = getattr(module, leaf)
@@ -285,6 +313,19 @@ class HeldWeights:
         if self._unpacked is None or self._unpacked[0] is not module:
             self._unpacked = module, unpack(module, held.dtype)
         return self._unpacked[1]
+
+
+def _apply_map(model: nn.Module, name: str) -> tuple[str, int | tuple[int, ...] | None]:
+    """Return what a model's own map makes of a name; the name where it has none."""
+    mapper: Any = getattr(model, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name, None
+    mapped = list(mapper.apply([(name, torch.empty(0))]))
+    if len(mapped) != 1:
+        raise KeyError(f"vLLM's model has {len(mapped)} tensors for {name}: this package reads back exactly one")
+    renamed, marker = mapped[0]
+    shard: Any = getattr(marker, "shard_id", None)
+    return renamed, SHARDS.get(shard, shard)
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -376,7 +417,25 @@ def _in_and_out(layer: Any) -> tuple[int, int]:
     return num_in, getattr(layer, "output_size_per_partition", layer.output_size)
 
 
-def _locate(module: nn.Module, leaf: str, part: int | None) -> TensorLocation:
+def locate_recurrence(model: nn.Module, path: str, leaf: str) -> TensorLocation | None:
+    """Return where a tensor of the gated delta rule lies that is no matrix; None: it is none of these.
+
+    Ranks have heads of their own: numbers of each, and filters of the channels of queries, of keys and of values.
+    """
+    is_filter = path.endswith(".conv1d") and leaf == "weight"
+    module, rule = _submodule(model, path), cast("Any", _submodule(model, path.removesuffix(".conv1d")))
+    if module is None or not hasattr(rule, "num_v_heads") or not (is_filter or leaf in ("A_log", "dt_bias")):
+        return None
+    held = tuple(getattr(module, leaf).shape)
+    sizes = list(held)
+    if is_filter:
+        sizes = [size // rule.tp_size for size in (rule.key_dim, rule.key_dim, rule.value_dim)]
+        held = sum(sizes), 1, rule.conv_kernel_size  # when packed it has another shape
+    pieces = tuple(_pieces(rule.tp_size, rule.tp_rank, sizes, [1] * len(sizes)))
+    return TensorLocation(module=module, leaf=leaf, first_row=0, shape=held, dim=0, pieces=pieces)
+
+
+def _locate(module: nn.Module, leaf: str, part: int | tuple[int, ...] | None) -> TensorLocation:
     layer: Any = module
     if hasattr(layer, "shard_indices"):
         indices = layer.shard_indices
@@ -393,7 +452,7 @@ def _locate(module: nn.Module, leaf: str, part: int | None) -> TensorLocation:
     return TensorLocation(module=module, leaf=leaf, first_row=0, shape=held, dim=0, pieces=((0, (*held, 1)[0]),))
 
 
-def _locate_linear(layer: Any, leaf: str, part: int | None) -> TensorLocation:
+def _locate_linear(layer: Any, leaf: str, part: int | tuple[int, ...] | None) -> TensorLocation:
     num_in, num_out = _in_and_out(layer)
     columns = (num_in,) if leaf == "weight" else ()
     rank = getattr(layer, "tp_rank", 0)
@@ -407,7 +466,11 @@ def _locate_linear(layer: Any, leaf: str, part: int | None) -> TensorLocation:
         sizes, shares = _part_sizes(layer)
         pieces = tuple(_pieces(layer.tp_size, rank, sizes, shares))
         if part is not None:
-            first_row, pieces = sum(sizes[:part]), ((rank // shares[part] * sizes[part], sizes[part]),)
+            parts = part if isinstance(part, tuple) else (part,)
+            first_row = sum(sizes[: parts[0]])
+            pieces = tuple(
+                _pieces(layer.tp_size, rank, [sizes[each] for each in parts], [shares[each] for each in parts])
+            )
     shape = (sum(size for _, size in pieces), *columns)
     return TensorLocation(module=layer, leaf=leaf, first_row=first_row, shape=shape, dim=0, pieces=pieces)
 
@@ -428,56 +491,3 @@ def _part_sizes(layer: Any) -> tuple[list[int], list[int]]:
         return [layer.num_heads * layer.head_size, keys, layer.num_kv_heads * value_size], [1, same, same]
     sizes = [size // layer.tp_size for size in layer.output_sizes]
     return sizes, [1] * len(sizes)
-
-
-DOWN: Final = ".lora_A."
-PEFT_PREFIX: Final = "base_model.model."
-
-
-@dataclass(frozen=True, kw_only=True)
-class AdapterLocation:
-    """A rank's part of an adapter's matrix, and where it lies within the whole: see `TensorLocation`."""
-
-    held: Tensor
-    dim: int
-    pieces: tuple[tuple[int, int], ...]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.held.shape)
-
-
-class HeldAdapter:
-    """The matrices of one adapter on one worker, by the trainer's names."""
-
-    def __init__(self, manager: Any, weights: HeldWeights, number: int) -> None:
-        if manager.lora_config.fully_sharded_loras:
-            raise ValueError("adapters cannot be read back with fully_sharded_loras; leave that option out")
-        self._layers = {id(layer.base_layer): layer for layer in manager.modules.values()}
-        self._weights, self._slot = weights, manager.lora_index_to_id.index(number)
-
-    def find(self, name: str) -> AdapterLocation:
-        is_down = DOWN in name
-        target = name.removeprefix(PEFT_PREFIX).replace(DOWN, ".").replace(".lora_B.", ".")
-        location = self._weights.find(target)
-        layer = self._layers.get(id(location.module))
-        if layer is None:
-            raise KeyError(f"vLLM does not adapt the layer of {name}")
-        part = _part(layer, location)
-        held = (layer.lora_a_stacked if is_down else layer.lora_b_stacked)[part][self._slot, 0]
-        split = (location.dim == 1) == is_down
-        ((start, _),) = location.pieces
-        dim = 1 if is_down else 0
-        return AdapterLocation(held=held, dim=dim, pieces=((start if split else 0, held.shape[dim]),))
-
-    def dtype_of(self, location: AdapterLocation) -> torch.dtype:
-        return location.held.dtype
-
-    def read(self, name: str) -> Tensor:
-        return self.find(name).held
-
-
-def _part(layer: Any, location: TensorLocation) -> int:
-    """Return which of the matrices fused in a layer it is: the one that begins at the location's first row."""
-    starts = [sum(layer.output_slices[:index]) for index in range(layer.n_slices)]
-    return starts.index(location.first_row)

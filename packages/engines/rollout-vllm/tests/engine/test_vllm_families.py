@@ -18,11 +18,11 @@ WIDE = {"vocab_size": 320, "hidden_size": 128, "head_dim": 32, "v_head_dim": 32}
 """vLLM's attention on a CPU takes no heads narrower than 32."""
 LATENT = {"vocab_size": 320, "v_head_dim": 32}
 """With latent attention, `head_dim` is that of the rotated part alone."""
-IN_FLOAT32, IN_BFLOAT16 = ("float32", 1e-3), ("bfloat16", 0.15)
+IN_FLOAT32, IN_BFLOAT16 = ("float32", 1e-3), ("bfloat16", 0.3)
 """Number format of the engine, and how far apart log-probabilities may be, nats."""
 FAMILIES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama", "gpt_oss", "gemma3_text"), (WIDE, IN_FLOAT32)),
-    **dict.fromkeys(("gemma4_text", "mistral", "glm4_moe", "olmo3", "phi3"), (WIDE, IN_FLOAT32)),
+    **dict.fromkeys(("gemma4_text", "mistral", "glm4_moe", "olmo3", "phi3", "qwen2_moe"), (WIDE, IN_FLOAT32)),
     "deepseek_v3": (LATENT, IN_FLOAT32),
     # vLLM computes the gated delta rule on a CPU in bfloat16 alone.
     **dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"), (WIDE, IN_BFLOAT16)),
@@ -45,6 +45,10 @@ async def check_served(engine, trainer, version, tolerance):
     return sequences
 
 
+IN_ITS_OWN_PROCESS = {"options": {"form": "async"}}
+"""vLLM serves OLMo 3 by transformers' own classes, and changes them for all of the process, the trainer too."""
+
+
 async def train_and_serve(folder, dtype, tolerance, **settings):
     trainer = TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), device="cpu", learning_rate=1e-2))
     async with started(config_of(folder, max_running=4, max_model_len=256, dtype=dtype, **settings)) as engine:
@@ -65,7 +69,8 @@ def test_what_the_torch_trainer_has_learned_is_served(family, tmp_path):
     sizes, (dtype, tolerance) = FAMILIES[family]
     write_tiny_family(family, tmp_path, **sizes)
     tiny_tokenizer(tmp_path)
-    asyncio.run(train_and_serve(tmp_path, dtype, tolerance))
+    settings = IN_ITS_OWN_PROCESS if family == "olmo3" else {}
+    asyncio.run(train_and_serve(tmp_path, dtype, tolerance, **settings))
 
 
 @pytest.mark.timeout(DEADLINE_S)
