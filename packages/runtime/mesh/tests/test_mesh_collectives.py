@@ -133,6 +133,14 @@ def test_all_to_all_is_uneven_if_its_parts_are(mesh):
                 assert part.shape == (count[source, group.rank], *trailing)
                 assert part.dtype == dtype
                 same(part, as_numpy(of_member(source, part.shape, dtype)))
+            sent, coming = ([count[pair] for pair in pairs] for pairs in pairs_of(group))
+            same(group.all_to_all_runs(torch.cat(parts), sent, coming), as_numpy(torch.cat(received)))
+
+
+def pairs_of(group):
+    """Pairs of a giver and a taker: with this member as the giver, and as the taker."""
+    own, members = group.rank, range(group.size)
+    return [(own, other) for other in members], [(other, own) for other in members]
 
 
 def test_all_to_all_rows_are_those_of_one_size(mesh):
@@ -209,6 +217,7 @@ def everything_alone(group):
     same(group.reduce_scatter(own[None]), own)
     same(group.all_to_all([own])[0], own)
     same(group.all_to_all_rows(own[None]), own[None])
+    same(group.all_to_all_runs(own, [2], [2]), own)
     group.barrier()
     for big in (3, "x" * 1000):
         assert group.broadcast_data(big) == big
@@ -294,6 +303,9 @@ def test_tensors_that_differ_are_refused_on_all_members_when_checked(mesh):
         MismatchError, match=r"rank 0: all_to_all of float32\[\*, 3\].*: all_to_all of float32\[\*, 4\]"
     ):
         checked().all_to_all([part] * group.size)
+    ones = [1] * group.size
+    with pytest.raises(ShapeError, match=r"members give \[\[1, 1.* and wait for \[\[2, 1"):
+        checked().all_to_all_runs(torch.ones(group.size), ones, [2, *ones[1:]] if group.rank == 0 else ones)
 
 
 def test_arguments_are_checked_before_anything_is_sent(mesh):
@@ -325,6 +337,7 @@ def test_arguments_are_checked_before_anything_is_sent(mesh):
         (lambda g: g.scatter(torch.ones(1), torch.ones(size, 2), source=g.rank), ShapeError, "must be like the output"),
         (lambda g: g.scatter(torch.ones(1), source=g.rank), ShapeError, "needs rows on the source"),
         (lambda g: g.all_to_all([torch.ones(1)] * (size + 1)), ShapeError, f"needs {size} parts"),
+        (lambda g: g.all_to_all_runs(torch.ones(3), [1] * size, [1] * size), ShapeError, f"{size} runs of 3 rows"),
         (lambda g: g.all_to_all_rows(torch.ones(size + 1)), ShapeError, rf"\[{size}, ...\]: got float32\[{size + 1}\]"),
         (
             lambda g: g.scatter_data([1] * (size + 1), source=g.rank),

@@ -371,5 +371,12 @@ def test_experts_are_held_by_those_that_share_them():
     assert parts["weights"] == (dense // 2 + sparse // 4) * 2
     assert parts["gradients"] == (dense // 2 + sparse // 4) * 4
     assert parts["optimizer"] == (dense / 2 / 4 + sparse / 4 / 2) * 12, "eight ranks hold four kinds of experts twice"
+    assert parts["exchange"] == 2 * 16 * shape.num_experts_per_token * shape.hidden * 4, "there and back"
+    gathered = [
+        TrainMemory(tokens=16, data_parallel=8, expert_parallel=ep).estimate(shape).parts["gathered"] for ep in (1, 4)
+    ]
+    bytes_of_block = 2 * 4 + 4 + 4
+    assert gathered[0] - gathered[1] == sparse // 2 * 3 // 4 * bytes_of_block, "three of four ranks' experts stay there"
     together = TrainMemory(**whole, data_parallel=4, tensor_parallel=2).estimate(shape).parts
+    assert "exchange" not in together
     assert together["weights"] == shape.num_parameters // 2 * 2, "without a split of their own, like everything else"

@@ -120,8 +120,9 @@ class TorchTrainEngine(StepCounts):
 
         Args:
             config: of the engine, the same on all ranks.
-            mesh: of the ranks that train together, along dp, cp and tp; with dp alone, options tensor_parallel and
-                context_parallel say how they share the work. None, or a mesh of one, for one process.
+            mesh: of the ranks that train together, along dp, cp, tp and ep; with dp alone, options tensor_parallel,
+                context_parallel and expert_parallel say how they share the work. None, or a mesh of one, for one
+                process.
 
         Raises:
             ConfigError: the device is not here, or a setting or option is out of range.
@@ -336,7 +337,7 @@ class TorchTrainEngine(StepCounts):
     def _reduces_once(self) -> bool:
         """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
         if self._reduce_once is None:
-            sizes = {axis: self._mesh.axes[axis] if self._mesh else 1 for axis in ("dp", "cp", "tp")}
+            sizes = {axis: self._mesh.axes[axis] if self._mesh else 1 for axis in ("dp", "cp", "tp", "ep")}
             layout = layout_of(self.config, self._options, self._device, **sizes)
             self._reduce_once = choose_reduce_once(
                 self._options.reduce_once,

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
-from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 ROUTER_BIASES: Final = ("e_score_correction_bias", "expert_bias")
 """Names of what routers add to their scores before they choose.
@@ -54,43 +53,6 @@ def hold_biases_as_buffers(whole: nn.Module) -> None:
             if name in ROUTER_BIASES and not parameter.requires_grad:
                 delattr(module, name)
                 module.register_buffer(name, parameter.detach())
-
-
-EXPERTS_NAME: Final = "offbeat_grouped"
-
-
-def register_experts() -> None:
-    """Make the products of fused experts, in the format of autocast, known to transformers; twice changes nothing.
-
-    Expected: under autocast to bfloat16 experts compute in bfloat16, as every other linear layer. Happens: torch's
-    grouped product is not among the operations that autocast knows, and computes in the float32 of the weights.
-    Upstream: https://github.com/pytorch/pytorch/issues/174763. Can go when autocast covers
-    `torch.nn.functional.grouped_mm`.
-    """
-    ExpertsInterface.register(EXPERTS_NAME, grouped_experts)
-
-
-def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-    """Return the sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
-
-    Of T tokens each has K experts (int64), which `weight_TK` weighs; `experts` holds the weights of all of them in one
-    tensor per projection.
-    """
-    kind = hidden_TE.device.type
-    asked: Any = _Cast(experts, torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else experts
-    summed: Tensor = grouped_mm_experts_forward(asked, hidden_TE, expert_TK, weight_TK)
-    return summed
-
-
-class _Cast:
-    """A layer seen through another number format; gradients arrive at the weights themselves."""
-
-    def __init__(self, layer: Any, dtype: torch.dtype) -> None:
-        self._layer, self._dtype = layer, dtype
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._layer, name)
-        return found.to(self._dtype) if isinstance(found, Tensor) else found
 
 
 _ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")

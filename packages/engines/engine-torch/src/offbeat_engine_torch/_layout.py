@@ -9,8 +9,9 @@ from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_sche
 from offbeat_device import Device, open_device
 from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
 from offbeat_engine_torch._lengths import rotary_limit
-from offbeat_engine_torch._model import read_config
+from offbeat_engine_torch._model import outline_model, read_config
 from offbeat_engine_torch._parallel.sharding import check_tensor_parallel
+from offbeat_engine_torch._parallel.stacks import check_expert_parallel
 from offbeat_mesh import Mesh
 from offbeat_training import moment_bytes
 
@@ -30,6 +31,12 @@ class TorchEngineOptions:
         1,
         "Ranks that share the tokens of each micro-batch, for sequences that one device cannot hold; "
         "max_tokens_per_microbatch counts those of all of them.",
+        ge=1,
+    )
+    expert_parallel: int = setting(
+        1,
+        "Ranks that hold the experts of each layer between them, whole, and send each other tokens; they are taken out "
+        "of the data and context parallel ranks, which they divide.",
         ge=1,
     )
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
@@ -156,8 +163,8 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     device = open_device(config.device)
     width, cp = options.tensor_parallel, options.context_parallel
     adds_up_in_bfloat16(config, options)
-    dp = num_data_parallel(num_ranks, options)
-    layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width)
+    dp, ep = num_data_parallel(num_ranks, options), options.expert_parallel
+    layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width, ep=ep)
     if options.reduce_once == "on" and dp * cp > 1:
         layout = replace(layout, whole_gradient_bytes=GRADIENT_BYTES)
     hf_config = read_config(
@@ -167,13 +174,18 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
     if cp > 1:
         check_context_parallel(hf_config, cp)
+    if ep > 1:
+        outline = outline_model(
+            config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
+        )
+        check_expert_parallel(outline.whole, ep)
     if limit := rotary_limit(hf_config):
         layout = replace(layout, max_sequence_tokens=limit.num_tokens, max_sequence_reason=limit.reason)
     return layout
 
 
 def layout_of(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, *, dp: int, cp: int, tp: int
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, *, dp: int, cp: int, tp: int, ep: int
 ) -> TrainLayout:
     """Return how so many ranks hold a model while they add up gradients with each micro-batch.
 
@@ -185,6 +197,7 @@ def layout_of(
         dp=dp,
         cp=cp,
         tp=tp,
+        ep=ep,
         zero_stage=3,
         optimizer_bytes=(1 if is_muon else 2) * moment_bytes(options.moments_dtype),
         vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype) if is_muon else 0,
@@ -195,7 +208,12 @@ def layout_of(
 
 
 def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
-    """Ranks that tensor and context parallelism leave over; ConfigError where they do not divide them."""
+    """Ranks that tensor and context parallelism leave over.
+
+    Raises:
+        ConfigError: these do not divide the ranks, or expert parallelism does not divide what tensor parallelism
+            leaves over.
+    """
     sizes = {name: getattr(options, name) for name in ("tensor_parallel", "context_parallel")}
     product: int = math.prod(sizes.values())
     if num_ranks % product:
@@ -204,7 +222,21 @@ def num_data_parallel(num_ranks: int, options: TorchEngineOptions) -> int:
             f"option {' times '.join(wanted)} must divide the ranks: got {num_ranks}; choose engine.num_ranks = "
             f"{product} or a multiple of it"
         )
-    return num_ranks // product
+    dp, ep = num_ranks // product, options.expert_parallel
+    check_expert_ranks(dp=dp, cp=options.context_parallel, tp=options.tensor_parallel, ep=ep)
+    return dp
+
+
+def check_expert_ranks(*, dp: int, cp: int, tp: int, ep: int) -> None:
+    """Refuse ranks of ep that are not taken out of those of dp and cp.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    if ep > 1 and tp > 1:
+        raise ConfigError(f"ep = {ep} with tp = {tp}: ranks that share a layer's experts share no matrix; set tp to 1")
+    if dp * cp % ep:
+        raise ConfigError(f"option expert_parallel = {ep} must divide the ranks of dp and cp: got {dp} × {cp}")
 
 
 def check_context_parallel(hf_config: Any, size: int) -> None:
@@ -234,13 +266,15 @@ def arrange(mesh: Mesh | None, options: TorchEngineOptions) -> Mesh | None:
     if mesh is None or mesh.size == 1:
         num_data_parallel(1, options)
         return None
-    wanted = {"tp": options.tensor_parallel, "cp": options.context_parallel}
+    wanted = {"tp": options.tensor_parallel, "cp": options.context_parallel, "ep": options.expert_parallel}
     if all(size in (1, mesh.axes[axis]) for axis, size in wanted.items()):
+        check_expert_ranks(**{axis: mesh.axes[axis] for axis in ("dp", "cp", "tp", "ep")})
         return mesh
-    if mesh.size != mesh.axes["dp"]:
+    if mesh.size != mesh.axes["dp"] or mesh.axes["ep"] > 1:
         found = {axis: mesh.axes[axis] for axis in wanted}
         raise ConfigError(
-            f"the mesh has {found}, and the options tensor_parallel and context_parallel ask for {wanted}: say it once"
+            f"the mesh has {found}, and the options tensor_parallel, context_parallel and expert_parallel ask for "
+            f"{wanted}: say it once"
         )
     dp = num_data_parallel(mesh.size, options)
     return Mesh(dp=dp, **wanted, device=mesh.device, deadline_s=mesh.deadline_s, check=mesh.check)

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import (
     AutoConfig,
@@ -25,9 +24,11 @@ from transformers import (
 from transformers.utils import logging as hf_logging
 
 from offbeat_core import ModelError
-from offbeat_engine_torch._formats import EXPERTS_NAME, hold_biases_as_buffers, register_experts, route_as_the_family
+from offbeat_engine_torch._formats import hold_biases_as_buffers, route_as_the_family
 from offbeat_engine_torch._layers.attention import ATTENTION_NAME, register_attention
 from offbeat_engine_torch._layers.context import PackShare
+from offbeat_engine_torch._layers.exchange import here
+from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
 from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
@@ -242,11 +243,6 @@ class CausalModel(nn.Module):
             given["visual_pos_masks"] = mask_T[None]
             given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
         return given
-
-
-def here(parameter: Any) -> Any:
-    """Return the part of a parameter that this rank computes with; None for None."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def plain_name(name: str) -> str:

@@ -28,6 +28,8 @@ class Piece(CutTensor):
         owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
         shared: a buffer: nothing cuts or trains it, and every rank holds the same.
         in_float32: it is never rounded: see `stays_in_float32`.
+        is_stack: of experts, which ranks of ep hold between them: `tp_dim` and `box_at` say ep where they say tp, and
+            edp where they say dp.
     """
 
     box: Box
@@ -36,6 +38,7 @@ class Piece(CutTensor):
     owned: bool = True
     shared: bool = False
     in_float32: bool = False
+    is_stack: bool = False
 
     @property
     def is_adapter(self) -> bool:
@@ -48,15 +51,21 @@ class Piece(CutTensor):
         return grad.to_local() if isinstance(grad, DTensor) else grad
 
 
-def find_pieces(model: CausalModel, *, dp: tuple[int, int] = (0, 1), tp: tuple[int, int] = (0, 1)) -> list[Piece]:
+Places = tuple[tuple[int, int], tuple[int, int]]
+"""Place of a rank along the axis whose ranks cut rows, and that axis's size; the same along that of whole parts."""
+
+
+def find_pieces(
+    model: CausalModel, *, places: Places = ((0, 1), (0, 1)), of_stacks: Places = ((0, 1), (0, 1))
+) -> list[Piece]:
     """List what this rank holds: parameters in the model's own order, then persistent buffers.
 
     Args:
-        model: plain, or sharded over the axes dp (rows of what tp left) and tp.
-        dp: this rank's place along dp, and the size of the axis.
-        tp: the same along tp.
+        model: plain, or sharded over the axes dp (rows of what tp left) and tp, stacks over edp and ep.
+        places: of this rank along dp, with cp, and along tp.
+        of_stacks: the same along edp and ep.
     """
-    return list(_pieces(model, dp, tp))
+    return list(_pieces(model, places, of_stacks))
 
 
 def trained_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
@@ -79,11 +88,13 @@ def collect_gradients(pieces: Sequence[Piece], parameters: Mapping[str, nn.Param
 
 
 @torch.no_grad()
-def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Iterator[Piece]:
+def _pieces(model: CausalModel, places: Places, of_stacks: Places) -> Iterator[Piece]:
     stays = stays_in_float32(model.whole)
     for full_name, parameter in model.whole.named_parameters():
         name, shape = plain_name(full_name), tuple(parameter.shape)
-        tp_dim = _tp_dim(parameter) if tp[1] > 1 else None
+        is_stack = _cut_dim(parameter, "ep") is not None
+        dp, tp = of_stacks if is_stack else places
+        tp_dim = _cut_dim(parameter, "ep" if is_stack else "tp") if tp[1] > 1 else None
         box = CutTensor(name=name, shape=shape, tp_dim=tp_dim).box_at(dp=dp, tp=tp)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         assert tuple(local.shape) == tuple(stop - start for start, stop in box), name
@@ -97,6 +108,7 @@ def _pieces(model: CausalModel, dp: tuple[int, int], tp: tuple[int, int]) -> Ite
             tp_dim=tp_dim,
             owned=owned,
             in_float32=stays(name),
+            is_stack=is_stack,
         )
     for name, buffer in _saved_buffers(model.whole):
         shape, kept = tuple(buffer.shape), stays(name)
@@ -112,12 +124,12 @@ def _saved_buffers(whole: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield name, buffer
 
 
-def _tp_dim(parameter: Tensor) -> int | None:
-    """Dimension that tensor parallelism cut: its placement comes after that of the data-parallel axis."""
-    if not isinstance(parameter, DTensor) or "tp" not in (parameter.device_mesh.mesh_dim_names or ()):
+def _cut_dim(parameter: Tensor, axis: str) -> int | None:
+    """Dimension that was cut along tp or ep: its placement comes after that of the axis that cuts rows."""
+    if not isinstance(parameter, DTensor) or axis not in (parameter.device_mesh.mesh_dim_names or ()):
         return None
     assert parameter.device_mesh.mesh_dim_names is not None
-    placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index("tp")]
+    placement = parameter.placements[parameter.device_mesh.mesh_dim_names.index(axis)]
     return placement.dim if isinstance(placement, Shard) else None
 
 

@@ -230,7 +230,12 @@ def _load_parts(
         reduced=torch.bfloat16 if adds_up_in_bfloat16(config, options) else torch.float32,
     )
     rows, tp = mesh.group("dp", "cp"), mesh.group("tp")
-    pieces = find_pieces(model, dp=(rows.rank, rows.size), tp=(tp.rank, tp.size))
+    edp, ep = mesh.group("edp"), mesh.group("ep")
+    pieces = find_pieces(
+        model,
+        places=((rows.rank, rows.size), (tp.rank, tp.size)),
+        of_stacks=((edp.rank, edp.size), (ep.rank, ep.size)),
+    )
     if mesh.axes["cp"] > 1:
         check_context_parallel(model.whole.config, mesh.axes["cp"])
         model.context = PackShare.of(mesh, num_heads=model.num_heads // tp.size)

@@ -54,9 +54,10 @@ def has_room(wanted_bytes: int, memory: DeviceMemory) -> bool:
 
 
 def whole_gradients_bytes(pieces: Sequence[Piece], layout: TrainLayout) -> int:
-    """Bytes of the gradients of whole parameters, but for what tensor parallel ranks share."""
+    """Bytes of the gradients of whole parameters, but for what ranks of tp and ep hold between them."""
     trained = [piece for piece in pieces if piece.parameter.requires_grad]
-    numbers = [piece.parameter.numel() // (layout.tp if piece.tp_dim is not None else 1) for piece in trained]
+    shares = [1 if piece.tp_dim is None else layout.ep if piece.is_stack else layout.tp for piece in trained]
+    numbers = [piece.parameter.numel() // share for piece, share in zip(trained, shares, strict=True)]
     return GRADIENT_BYTES * sum(numbers)
 
 

@@ -312,17 +312,45 @@ class Group(DataGroup):
             check_parts(rows, self.size, f"all_to_all over {self._calls.text}")
             kind = f" of {describe(rows[0], any_rows=True)}" if self._check else ""
             counts = self._exchange.agree_on_counts(f"all_to_all{kind}", [len(part) for part in rows])
-            own = torch.cat([part.detach() for part in rows])
             coming = [sent[self.rank] for sent in counts]
-            result = own.new_empty((sum(coming), *own.shape[1:]))
-            width = own[:1].numel() if len(own) else result[:1].numel()
-            sent, flat = as_movable(own.view(-1)), as_movable(result.view(-1))
-            scale = width * (own.element_size() // sent.element_size())
-            splits_in, splits_out = [len(part) * scale for part in rows], [count * scale for count in coming]
-            self._run(flat, lambda group, timeout: group.alltoall_base(flat, sent, splits_out, splits_in, timeout))
-            if self.size == 1:
-                flat.copy_(sent)
-            return list(torch.split(result, coming))
+            own = torch.cat([part.detach() for part in rows])
+            return list(torch.split(self._move_runs(own, [len(part) for part in rows], coming), coming))
+
+    def all_to_all_runs(
+        self, rows: torch.Tensor, sent: Sequence[int], coming: Sequence[int], *, deadline_s: float | None = None
+    ) -> torch.Tensor:
+        """Give runs of rows to the members, one after the other; return the runs that they have for this one.
+
+        As `all_to_all` of parts that lie in one tensor, whose numbers of rows all members know.
+
+        Args:
+            rows: [sum of `sent`, ...].
+            sent: rows for each member.
+            coming: rows that each member has for this one.
+            deadline_s: see `Group`.
+        """
+        with self._calls.call("all_to_all_runs", deadline_s):
+            what = f"all_to_all_runs over {self._calls.text}"
+            if len(sent) != self.size or len(coming) != self.size or sum(sent) != len(rows):
+                raise ShapeError(f"{what} needs {self.size} runs of {len(rows)} rows in all: got {sent}, for {coming}")
+            if self._check:
+                kind = f"all_to_all_runs of {describe(rows, any_rows=True)}"
+                counts = self._exchange.agree_on_counts(kind, [*sent, *coming])
+                given, wanted = ([each[part] for each in counts] for part in (slice(self.size), slice(self.size, None)))
+                if given != [list(column) for column in zip(*wanted, strict=True)]:
+                    raise ShapeError(f"{what}: members give {given} rows to each, and wait for {wanted} from each")
+            return self._move_runs(rows.detach().contiguous(), sent, coming)
+
+    def _move_runs(self, own: torch.Tensor, sent: Sequence[int], coming: Sequence[int]) -> torch.Tensor:
+        result = own.new_empty((sum(coming), *own.shape[1:]))
+        width = own[:1].numel() if len(own) else result[:1].numel()
+        given, flat = as_movable(own.view(-1)), as_movable(result.view(-1))
+        scale = width * (own.element_size() // given.element_size())
+        splits_in, splits_out = [count * scale for count in sent], [count * scale for count in coming]
+        self._run(flat, lambda group, timeout: group.alltoall_base(flat, given, splits_out, splits_in, timeout))
+        if self.size == 1:
+            flat.copy_(given)
+        return result
 
     def send(self, tensor: torch.Tensor, destination: int, *, deadline_s: float | None = None) -> None:
         """Send a tensor to one member (group-relative), which calls `recv` with one of that shape and dtype."""

@@ -97,6 +97,7 @@ class TrainMemory:
             "optimizer": self._optimizer(shape),
             "reference": weights if self.keeps_reference else 0,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
+            "exchange": self._exchanged(shape),
             "activations": self._activations(shape),
             "logits": self._logits(shape),
         }
@@ -110,11 +111,21 @@ class TrainMemory:
         gradient is copied to be added up; an embedding of its own is gathered there once more, with a gradient.
         """
         trains = not self.lora_rank
-        block = shape.block_parameters * (2 * self.compute_bytes + (self.compute_bytes + 4 if trains else 0))
+        of_others = shape.block_experts * (1 - 1 / self.expert_parallel)  # experts that other ranks compute
+        block = shape.block_parameters - of_others
+        block *= 2 * self.compute_bytes + (self.compute_bytes + 4 if trains else 0)
         of_vocabulary = self.vocabulary_bytes + (self.vocabulary_bytes + 4 if trains else 0)
         if not shape.is_tied:
             of_vocabulary += self.vocabulary_bytes + (self.vocabulary_bytes if trains else 0)
         return block + shape.vocabulary * shape.hidden * of_vocabulary
+
+    def _exchanged(self, shape: ModelShape) -> float:
+        """Return the rows of one layer that ranks send each other's experts: those that leave, and those that arrive.
+
+        So many arrive where routers choose evenly; what a layer keeps of them is counted with its activations.
+        """
+        sent = self.tokens * shape.num_experts_per_token * shape.hidden * self.compute_bytes
+        return 2 * sent if self.expert_parallel > 1 else 0
 
     def _weights(self, shape: ModelShape) -> float:
         """Bytes of one rank's weights, without adapters."""

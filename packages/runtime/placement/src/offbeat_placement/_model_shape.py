@@ -152,6 +152,7 @@ class ModelShape:
         adapted_width: inputs and outputs of all linear layers of the blocks, added up. Experts are no linear layers.
         num_layers: decoder blocks.
         block_parameters: of the largest decoder block.
+        block_experts: those of `expert_parameters` that are in it.
         vocabulary: V.
         is_tied: embedding and vocabulary head are one matrix.
         hidden: width of the residual stream.
@@ -175,6 +176,7 @@ class ModelShape:
     adapted_width: int
     num_layers: int
     block_parameters: int
+    block_experts: int
     vocabulary: int
     is_tied: bool
     hidden: int
@@ -274,6 +276,8 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
     ]
     mlps = [_count_mlp(text, traits, layer) for layer in range(num_layers)]
     blocks = [mixer + mlp + _Count(traits.num_norms * hidden) for mixer, mlp in zip(mixers, mlps, strict=True)]
+    experts = [_count_experts(text, traits, layer).parameters for layer in range(num_layers)]
+    largest = max(range(num_layers), key=lambda layer: blocks[layer].parameters)
     decoder_parameters = sum(block.parameters for block in blocks)
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", traits.is_tied))
     embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2)
@@ -283,10 +287,11 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         num_parameters=decoder_parameters + hidden + embeddings + vision,
         decoder_parameters=decoder_parameters,
         num_vision_parameters=vision,
-        expert_parameters=sum(_count_experts(text, traits, layer).parameters for layer in range(num_layers)),
+        expert_parameters=sum(experts),
         adapted_width=sum(block.width for block in blocks),
         num_layers=num_layers,
-        block_parameters=max(block.parameters for block in blocks),
+        block_parameters=blocks[largest].parameters,
+        block_experts=experts[largest],
         vocabulary=text["vocab_size"],
         is_tied=bool(is_tied),
         hidden=hidden,

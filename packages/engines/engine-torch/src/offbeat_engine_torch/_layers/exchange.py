@@ -1,5 +1,7 @@
 """Exchanges of ranks within a layer: tensor parallel ranks add up, context parallel ranks swap tokens for heads.
 
+`experts` has those of expert parallel ranks, which are not compiled: how many tokens travel is known when they do.
+
 Each is an operation of torch's, so that `torch.compile` makes one call of it in the graph of a layer. All ranks come to
 the same operations in the same order, compiled too: they compute the same packs, their parts of a layer have the same
 shapes, and of the rank a layer depends for its share of sinks alone, so that graphs are compiled for the same calls.
@@ -15,10 +17,16 @@ from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from offbeat_mesh import Group, Mesh
 
-Axis = Literal["tp", "cp"]
+Axis = Literal["tp", "cp", "ep"]
+
+
+def here(parameter: Any) -> Any:
+    """Return the part of a parameter that this rank computes with; anything else as it is."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 class LayerRanks:
@@ -45,6 +53,11 @@ class LayerRanks:
         group = mesh.group(axis, channel="forward")
         found = _BY_NAME.get(group.process_group.group_name)
         return found if isinstance(found, cls) and found._here is group else cls(mesh, axis)
+
+    @staticmethod
+    def named(name: str) -> "LayerRanks":
+        """Return those whose group has this name."""
+        return _BY_NAME[name]
 
     @property
     def group(self) -> Group:

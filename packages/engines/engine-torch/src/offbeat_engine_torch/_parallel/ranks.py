@@ -78,12 +78,12 @@ class SingleRank:
 
 
 class ShardedRanks(TrainerRanks):
-    """Several ranks on a mesh of the axes dp, cp and tp; ConfigError where another is larger than 1."""
+    """Several ranks on a mesh of the axes dp, cp, tp and ep; ConfigError where it has more than one stage."""
 
     def __init__(self, mesh: Mesh, device: torch.device) -> None:
-        others = {axis: mesh.axes[axis] for axis in ("pp", "ep") if mesh.axes[axis] > 1}
-        if others:
-            raise ConfigError(f"the torch engine cuts its work along dp, cp and tp: got {others}; set them to 1")
+        if mesh.axes["pp"] > 1:
+            raise ConfigError(f"the torch engine has no stages: got pp = {mesh.axes['pp']}; set it to 1")
+        self._ep_size = mesh.axes["ep"]
         self._tp: Group = mesh.group("tp")
         speaks = self._tp.rank == 0 and mesh.group("cp").rank == 0
         super().__init__(mesh.group("dp", "cp", "tp"), mesh.group("dp"), device, speaks=speaks)
@@ -122,9 +122,10 @@ class ShardedRanks(TrainerRanks):
 
     def _box_of(self, piece: Piece, rank: int) -> Box:
         """Return what another rank holds of a parameter."""
-        # In the order of ranks, those of tp come first.
-        rows, tp = divmod(self._all.ranks.index(rank), self._tp.size)
-        return piece.box_at(dp=(rows, self._rows.size), tp=(tp, self._tp.size))
+        # In the order of ranks, those of tp come first, and those of ep of the other way of counting.
+        size = self._ep_size if piece.is_stack else self._tp.size
+        rows, place = divmod(self._all.ranks.index(rank), size)
+        return piece.box_at(dp=(rows, self._all.size // size), tp=(place, size))
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, gradients that each tp rank has for its own heads only; in one call."""

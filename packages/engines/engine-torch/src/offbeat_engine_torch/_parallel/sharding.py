@@ -1,4 +1,4 @@
-"""Cuts a model over the mesh: rows over dp and cp (FSDP2), heads and feed-forward columns over tp.
+"""Cuts a model over the mesh: rows over dp and cp (FSDP2), heads and feed-forward columns over tp, experts over ep.
 
 Tensor parallelism follows the plan that the model family declares to transformers (`base_model_tp_plan`), and cuts
 the rows of embedding and vocabulary head where they divide. Norms are the same on all tp ranks.
@@ -21,8 +21,9 @@ from torch.nn import functional
 
 from offbeat_core import ConfigError, ModelError
 from offbeat_engine_torch._formats import stays_in_float32
-from offbeat_engine_torch._layers.exchange import TensorParallel
-from offbeat_engine_torch._model import CausalModel, here, plain_name
+from offbeat_engine_torch._layers.exchange import TensorParallel, here
+from offbeat_engine_torch._model import CausalModel, plain_name
+from offbeat_engine_torch._parallel.stacks import cut_stacks, find_stacks
 from offbeat_mesh import Mesh
 from offbeat_training import LoraLinear, VocabularyPart
 
@@ -134,12 +135,17 @@ def shard_model(
         tp = TensorParallel.of(mesh, "tp")
         _cut_layers(model, tp, meshes["tp"])
         _cut_vocabulary(model, tp, meshes["tp"])
+    stacks, edp_mesh = list[nn.Module](), dp_mesh
+    if mesh.axes["ep"] > 1:
+        stacks, edp_mesh = find_stacks(model.whole), cut_stacks(model.whole, mesh)
     within_layers = {id(module) for layer in layers for module in layer.modules()}
     kept = kept_in_float32(model) if autocast else set()
     for layer in layers:
         layer.to_empty(device=device)
         for module in kept.intersection(layer.modules()):
             _fully_shard(module, dp_mesh)  # before its layer, which takes what is left
+        for stack in set(stacks).intersection(layer.modules()):
+            _fully_shard(stack, edp_mesh, autocast, reduced, alone=True)
         _fully_shard(layer, dp_mesh, autocast, reduced)
     for module in model.modules():
         if id(module) not in within_layers:
@@ -231,9 +237,14 @@ def _fully_shard(
     mesh: DeviceMesh,
     autocast: torch.dtype | None = None,
     reduced: torch.dtype = torch.float32,
+    *,
+    alone: bool = False,
 ) -> None:
-    """Shard rows; gradients are added up, not averaged: losses are divided by the totals of the whole update."""
-    if mesh.size() > 1:
+    """Shard rows; gradients are added up, not averaged: losses are divided by the totals of the whole update.
+
+    With `alone` also where this rank has all rows: FSDP2 then converts them as others, and counts them as its own.
+    """
+    if mesh.size() > 1 or alone:
         policy = MixedPrecisionPolicy(param_dtype=autocast, reduce_dtype=reduced, cast_forward_inputs=False)
         sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
