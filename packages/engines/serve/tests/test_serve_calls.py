@@ -2,12 +2,13 @@
 
 import time
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from offbeat_core import Completion
+from offbeat_core import Completion, Routes
 from offbeat_serve._calls import RecordedCall, RefusedCall, trajectories_of
 
 NO_PROMPT = np.array([], np.int32)
@@ -86,6 +87,18 @@ def test_a_conversation_is_one_trajectory_and_keeps_its_versions():
     assert trajectory.logprobs.tolist() == [-1.0, -1.0, -2.0, -3.0]
     assert [(each.version, each.num_tokens) for each in trajectory.segments] == [(5, 2), (5, 1), (6, 1)]
     assert (trajectory.ended, trajectory.replies[0].text) == ("cut_off", "<[9]>")
+
+
+def test_a_turn_keeps_the_routes_that_the_turn_before_it_does_not_know():
+    first = call([1, 2], [3, 4], 1)
+    second = call([1, 2, 3, 4, 9], [6], 2)
+    routed = [
+        replace(each, completion=replace(each.completion, routes=Routes.pack(np.full((length, 1, 1), number))))
+        for number, (each, length) in enumerate([(first, 3), (second, 5)])
+    ]
+    [trajectory] = trajectories_of(routed, str)
+    starts = [(turn.routes.start, turn.routes.stop) for turn in trajectory.turns]
+    assert starts == [(0, 3), (3, 5)]
 
 
 def test_a_compacted_context_begins_a_trajectory_and_a_branch_holds_what_it_left():

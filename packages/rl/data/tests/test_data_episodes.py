@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from offbeat_core import Completion, DataError, Ids, ModelError, VersionSegment
+from offbeat_core import Completion, DataError, Ids, ModelError, Routes, VersionSegment
 from offbeat_data import (
     DataConfig,
     EpisodeLimits,
@@ -183,6 +183,7 @@ class ScriptedModel:
             ),
             stop_reason=stop_reason,
             text=self._tokenizer.decode(ids),
+            routes=Routes.pack(np.full((len(context_ids) + len(ids) - 1, 1, 1), version)),
         )
 
 
@@ -244,6 +245,16 @@ def test_every_turn_keeps_the_versions_that_sampled_it(make_tokenizer):
         [(1, 1), (2, len(said) - 1)],
     ]
     assert (trajectory.oldest_version, trajectory.num_versions) == (0, 3)
+
+
+def test_every_turn_keeps_the_routes_that_the_turn_before_it_does_not_know(make_tokenizer):
+    tokenizer = make_tokenizer("chatml")
+    said = one_by_one(tokenizer, "is")
+    trajectory = play(ScriptedModel(tokenizer, [(said, "eos")] * 2), Answers("12", None), tokenizer)
+    first, second = (turn.routes for turn in trajectory.turns)
+    length = len(trajectory.to_sequence(PROMPT).ids)
+    assert (first.start, first.stop) == (0, len(PROMPT) + len(said) - 1)
+    assert (second.start, second.stop) == (first.stop, length - 1)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save_file
 
-from offbeat_core import Completion, Floats, Ids, Reply, Trajectory, VersionSegment
+from offbeat_core import Completion, Floats, Ids, Reply, Routes, Trajectory, VersionSegment
 from offbeat_data import Picture
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import reading
@@ -172,6 +172,7 @@ def _describe(trajectory: Trajectory) -> dict[str, object]:
             "segments": [(segment.version, segment.num_tokens) for segment in turn.segments],
             "stop_reason": turn.stop_reason,
             "text": turn.text,
+            "routes": turn.routes and (turn.routes.shape, turn.routes.highest, turn.routes.start),
         }
         for turn in trajectory.turns
     ]
@@ -186,6 +187,8 @@ def _arrays(name: str, trajectory: Trajectory) -> dict[str, NDArray[Any]]:
     for number, turn in enumerate(trajectory.turns):
         arrays[f"{name}.{number}.ids"] = turn.ids
         arrays[f"{name}.{number}.logprobs"] = turn.logprobs
+        if turn.routes is not None:
+            arrays[f"{name}.{number}.routes"] = turn.routes.packed
     for number, reply in enumerate(trajectory.replies):
         arrays[f"{name}.{number}.reply"] = reply.ids
         for place, image in enumerate(reply.images):
@@ -201,6 +204,7 @@ def _read_trajectory(described: dict[str, Any], name: str, arrays: dict[str, NDA
             segments=tuple(VersionSegment(version=v, num_tokens=count) for v, count in turn["segments"]),
             stop_reason=turn["stop_reason"],
             text=turn["text"],
+            routes=_read_routes(turn.get("routes"), arrays.get(f"{name}.{number}.routes")),
         )
         for number, turn in enumerate(described["turns"])
     ]
@@ -209,6 +213,13 @@ def _read_trajectory(described: dict[str, Any], name: str, arrays: dict[str, NDA
     ]
     own = arrays.get(f"{name}.prompt")
     return Trajectory(turns=tuple(turns), replies=tuple(replies), ended=described["ended"], prompt_ids=own)
+
+
+def _read_routes(described: tuple[list[int], int, int] | None, packed: NDArray[Any] | None) -> Routes | None:
+    if described is None or packed is None:  # older checkpoints have none
+        return None
+    (num_tokens, num_layers, top_k), highest, start = described
+    return Routes(packed=packed, shape=(num_tokens, num_layers, top_k), highest=highest, start=start)
 
 
 def _read_reply(described: str | dict[str, Any], name: str, arrays: dict[str, NDArray[Any]]) -> Reply:

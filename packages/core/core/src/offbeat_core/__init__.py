@@ -67,6 +67,7 @@ from offbeat_core._contracts.rollout import (
     WeightStream,
     wake_tags,
 )
+from offbeat_core._contracts.routes import RouteIds, Routes, join_routes
 from offbeat_core._contracts.sessions import RecordedSession, SessionEnd, SessionPlan
 from offbeat_core._contracts.training import (
     LossFunction,
@@ -224,6 +225,8 @@ __all__ = [
     "RolloutEngine",
     "RolloutEngineConfig",
     "RolloutEngineSettings",
+    "RouteIds",
+    "Routes",
     "RunFolderError",
     "SamplingParams",
     "ScoreRequest",
@@ -282,6 +285,7 @@ __all__ = [
     "hide_secrets",
     "hub_digests",
     "installed_backends",
+    "join_routes",
     "learning_rate_at",
     "list_model_files",
     "list_settings",

@@ -116,8 +116,10 @@ def _trajectory(chain: Sequence[RecordedCall], decode: Callable[[Ids], str], ref
     last = chain[-1]
     is_whole = last.is_as_asked or last.completion.stop_reason in ("eos", "stop")
     done: TrajectoryEnd = refused.ended if refused else "done"
+    # A turn's last token is computed with the next one, which says the routes of all tokens before it too.
+    starts = [0, *(len(call.end_ids) - 1 for call in chain[:-1])]
     return Trajectory(
-        turns=tuple(call.completion for call in chain),
+        turns=tuple(call.completion.with_routes_since(start) for call, start in zip(chain, starts, strict=True)),
         replies=tuple(_replies(chain, decode)),
         ended=done if is_whole else "cut_off",
         prompt_ids=chain[0].prompt_ids,

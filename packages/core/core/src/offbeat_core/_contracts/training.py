@@ -64,6 +64,10 @@ class TrainEngine(Protocol):
     same answer, with metrics over all ranks. The loss function is called for the sequences of its own rank only, and
     must not wait for other ranks.
 
+    An engine may have a property `replay_problem`, a text: why it cannot replay the routes of sequences, or "" where it
+    can. It does so in `forward_backward` and `logprobs`, but not for the reference. An engine without it cannot, and
+    ignores them.
+
     An engine may have a property `float32_weights`, a frozenset: names of the tensors that stay in float32 whatever
     format the others are in, such as routers' correction biases. Trainer and sampling engines compute with them in
     float32, so that is how they travel, by any channel, and how they are proved. An engine without it has none.
@@ -426,7 +430,9 @@ def digest_sequences(sequences: Sequence[TrainSequence]) -> str:
     digest = hashlib.blake2b(digest_size=16)
     for sequence in sequences:
         digest.update(f"group {sequence.group}".encode())
-        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images)]
+        digest.update(f"routes {[(each.start, each.shape, each.highest) for each in sequence.routes]}".encode())
+        packed = [each.packed for each in sequence.routes]
+        unnamed = [("", array) for array in (sequence.ids, sequence.loss_mask, *sequence.images, *packed)]
         for name, array in (*unnamed, *sorted(sequence.extras.items())):
             digest.update(f"{name} {array.dtype} {array.shape}".encode())
             digest.update(array.tobytes())

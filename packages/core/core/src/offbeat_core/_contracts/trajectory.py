@@ -4,13 +4,14 @@ Legend: P prompt tokens, T tokens of a completion or after the prompt, N of them
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from offbeat_core._contracts.requests import Floats, Ids, Image, check_images
+from offbeat_core._contracts.routes import Routes
 from offbeat_core._errors import ShapeError
 
 StopReason = Literal["eos", "stop", "length", "aborted"]
@@ -34,6 +35,8 @@ class Completion:
         segments: which policy version sampled which run of tokens, oldest first; they add up to T.
         stop_reason: `aborted` means unfinished: continue it or drop it, never train on it as if it had ended.
         text: decoded ids without special tokens.
+        routes: experts that tokens of the prompt and the completion took when they were first computed, by the version
+            that sampled the token after them; None where the engine does not say.
     """
 
     ids: Ids
@@ -41,6 +44,7 @@ class Completion:
     segments: tuple[VersionSegment, ...]
     stop_reason: StopReason
     text: str = ""
+    routes: Routes | None = None
 
     def __post_init__(self) -> None:
         covered = sum(segment.num_tokens for segment in self.segments)
@@ -58,6 +62,7 @@ class Completion:
         runs: Iterable[tuple[int, int]],
         stop_reason: StopReason | None,
         text: str,
+        routes: Routes | None = None,
     ) -> Self:
         """Make one of lists.
 
@@ -67,6 +72,7 @@ class Completion:
             runs: (version, number of tokens), oldest first; neighbours of one version become one segment.
             stop_reason: None: the sample has not ended, and is marked aborted.
             text: decoded ids.
+            routes: of prompt and completion.
         """
         segments: list[VersionSegment] = []
         for version, num_tokens in runs:
@@ -79,7 +85,12 @@ class Completion:
             segments=tuple(segments),
             stop_reason=stop_reason or "aborted",
             text=text,
+            routes=routes,
         )
+
+    def with_routes_since(self, start: int) -> Self:
+        """Return it with the routes of tokens from `start` on, an index in prompt and completion, alone."""
+        return self if self.routes is None else replace(self, routes=self.routes.since(start))
 
     @property
     def oldest_version(self) -> int:
@@ -99,6 +110,8 @@ class TrainSequence:
             loss was sampled: it is a token like any other, and stands for no image.
         group: sequences of one group, such as the two of a preference pair, are computed in one micro-batch, so that
             a loss can compare them; -1 for a sequence of its own.
+        routes: experts that tokens took in the engine that sampled; a token takes the route of the first that knows
+            it, and without one the policy's router chooses.
 
     Raises:
         ShapeError: the arrays differ in shape, or loss_mask[0] is True.
@@ -110,9 +123,12 @@ class TrainSequence:
     extras: dict[str, Floats] = field(default_factory=dict)
     images: tuple[Image, ...] = ()
     group: int = -1
+    routes: tuple[Routes, ...] = ()
 
     def __post_init__(self) -> None:
         check_images(self.images, "a sequence to learn from")
+        if any(each.stop > len(self.ids) for each in self.routes):
+            raise ShapeError(f"a sequence of {len(self.ids)} tokens has routes of {self.routes[-1].stop}")
         shapes = {"loss_mask": self.loss_mask.shape, **{name: array.shape for name, array in self.extras.items()}}
         wrong = {name: shape for name, shape in shapes.items() if shape != self.ids.shape}
         if wrong:
@@ -237,7 +253,8 @@ class Trajectory:
         prompt_ids = prompt_ids if self.prompt_ids is None else self.prompt_ids
         mask = np.concatenate([np.zeros(len(prompt_ids), np.bool_), self.loss_mask])
         ids = np.concatenate([prompt_ids, self.ids])
-        return TrainSequence(ids=ids, loss_mask=mask, images=(*images, *self.images))
+        routes = tuple(turn.routes for turn in self.turns if turn.routes is not None)
+        return TrainSequence(ids=ids, loss_mask=mask, images=(*images, *self.images), routes=routes)
 
     def _parts(self) -> list[tuple[Ids, bool]]:
         """Tokens in order, by turns, with whether they were sampled."""

@@ -223,9 +223,11 @@ async def play_episode(
     replies: list[Reply] = []
     context_ids, tokens_left = prompt_ids, limits.max_tokens
     images: tuple[Image, ...] = ()
+    num_routed = 0
     while True:
         completion = await sample(context_ids, images, min(limits.max_turn_tokens, tokens_left))
-        turns.append(completion)
+        turns.append(completion.with_routes_since(num_routed))
+        num_routed = len(context_ids) + len(completion.ids) - 1  # the last one is computed with the next turn
         messages = await answer(completion.text)
         ended = _why_over(completion, messages, len(turns), limits)
         if ended:
