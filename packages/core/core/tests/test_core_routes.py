@@ -64,9 +64,10 @@ def test_a_token_takes_the_route_of_the_first_that_knows_it():
     first = Routes.pack(np.array([known, unknown]))
     second = Routes.pack(np.array([[[3, 4]], [[5, 6]], unknown]))
     third = Routes.pack(np.array([[[7, 8]], [[9, 9]]]), start=2)
-    found = join_routes([first, second, third], 5)
+    found = join_routes([first, second, third], 5, (1, 2))
     assert found.tolist() == [known, [[5, 6]], [[7, 8]], [[9, 9]], unknown]
-    assert join_routes([first, third], 3).tolist() == [known, unknown, [[7, 8]]]
+    assert join_routes([first, third], 3, (1, 2)).tolist() == [known, unknown, [[7, 8]]]
+    assert join_routes([], 1, (1, 2)).tolist() == [unknown]
 
 
 def turn(num_sampled, routes):
@@ -82,7 +83,7 @@ def test_a_trajectory_hands_on_what_its_turns_say_and_its_last_token_has_no_rout
     trajectory = Trajectory(turns=(turn(2, first), turn(2, second.since(3))), replies=(reply,))
     sequence = trajectory.to_sequence(prompt_ids)
     # The first turn's last token was computed with the second turn, and so was the reply.
-    assert join_routes(sequence.routes, 7)[:, 0, 0].tolist() == [0, 1, 2, 93, 94, 95, -1]
+    assert join_routes(sequence.routes, 7, (1, 1))[:, 0, 0].tolist() == [0, 1, 2, 93, 94, 95, -1]
     assert Trajectory.of(turn(2, None)).to_sequence(prompt_ids).routes == ()
 
 

@@ -1,6 +1,7 @@
 """Decoder layers compiled by torch.compile compute what the layers compute as they are written."""
 
 import shutil
+from dataclasses import replace
 from functools import wraps
 
 import numpy as np
@@ -12,7 +13,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.varlen import varlen_attn
 
-from offbeat_core import ConfigError, TrainEngineConfig
+from offbeat_core import ConfigError, Routes, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_model
 from offbeat_training import _logprobs
@@ -96,6 +97,21 @@ def test_layers_with_sinks_and_experts_are_compiled_for_each_kind_of_window(
     wanted = train(create(folder, "off"), batches, weighted_loss)
     assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
     assert num_graphs == 8, "twice what layers of one kind have"
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
+def test_layers_whose_routers_follow_routes_are_compiled(as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss):
+    folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32, num_layers=3)
+    batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(2)]
+    rng = np.random.default_rng(0)
+    for number, batch in enumerate(batches[:1]):
+        routes = [rng.permuted(np.tile(np.arange(4), (len(each.ids), 3, 1)), axis=-1)[..., :2] for each in batch]
+        batches[number] = [replace(a, routes=(Routes.pack(b),)) for a, b in zip(batch, routes, strict=True)]
+    found, num_graphs = train(create(folder, "on"), batches, weighted_loss), count_graphs.frame_count
+    wanted = train(create(folder, "off"), batches, weighted_loss)
+    assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
+    assert num_graphs <= 12, "as many for three layers as for two"
 
 
 @pytest.mark.nightly

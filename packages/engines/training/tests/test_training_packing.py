@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from offbeat_core import DataError, TrainSequence
+from offbeat_core import DataError, Routes, TrainSequence
 from offbeat_training import Family, NoImages, lay_out, plan_packs, plan_shares, rounds_with_images
 
 PROMPTS = [[5], [5, 6], [7, 8, 9], [5, 6, 7, 8, 9, 10]]
@@ -105,6 +105,44 @@ def test_sharing_lays_a_prompt_out_once():
         for s in (False, True)
     ]
     assert sizes[0] - sizes[1] == 3 * 7 * 20  # three groups of eight keep one prompt of 20 in place of eight
+
+
+@settings(max_examples=100)
+@given(sequences=sequence_lists(), share=st.booleans(), seed=st.integers(0, 99))
+def test_routes_lie_where_their_tokens_do_and_a_shared_prompt_has_the_first_that_is_known(sequences, share, seed):
+    rng = np.random.default_rng(seed)
+
+    def routes_of(sequence):
+        known_T = rng.random(len(sequence.ids)) < 0.6
+        return np.where(known_T[:, None, None], rng.integers(0, 9, (len(sequence.ids), 2, 3)), -1)
+
+    routes = [routes_of(each) if rng.random() < 0.7 else None for each in sequences]
+    sequences = [
+        each if ids_TLK is None else replace(each, routes=(Routes.pack(ids_TLK),))
+        for each, ids_TLK in zip(sequences, routes, strict=True)
+    ]
+    for families in plan_packs(sequences, budget=40, share_prompts=share):
+        pack, padded = (lay_out(sequences, families, num_tokens=9, segment_multiple=each) for each in (1, 4))
+        if all(routes[member] is None for member in pack.members):
+            assert pack.routes_TLK is None
+            continue
+        wanted = np.full((len(pack.ids_T), 2, 3), -1)
+        for family in families:
+            for member in family.members:
+                if routes[member] is None:
+                    continue
+                for n in np.flatnonzero(pack.sequence_N == pack.members.index(member)):
+                    past = history(pack, pack.predictor_N[n])
+                    known = routes[member][: len(past)]
+                    for place, route in zip(past, known, strict=True):
+                        if wanted[place, 0, 0] < 0:
+                            wanted[place] = route
+        real = sorted({at for n in pack.predictor_N for at in history(pack, n)})
+        np.testing.assert_array_equal(pack.routes_TLK[real], wanted[real])
+        assert (np.delete(pack.routes_TLK, real, 0) == -1).all()
+        kept, spread = (each.routes_TLK[each.routes_TLK[:, 0, 0] >= 0] for each in (pack, padded))
+        np.testing.assert_array_equal(spread, kept)
+        assert len(padded.routes_TLK) == len(padded.ids_T)
 
 
 def test_a_sequence_above_the_budget_goes_alone():

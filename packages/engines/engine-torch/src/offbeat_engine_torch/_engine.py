@@ -6,6 +6,7 @@ Shapes: T tokens of a sequence or a pack, E hidden size, N loss tokens of a micr
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar
 
@@ -168,8 +169,8 @@ class TorchTrainEngine(StepCounts):
                     break
                 # After an error too: other ranks wait in this pass, and those that share the pack in its own shapes.
                 batch = self._policy.lay_out(with_loss, families) if families else idle_micro_batch()
-                logprobs, entropy = self._policy.ask(batch, through_tower=tower)
-                self._backward(losses.of(batch, logprobs, entropy), logprobs)
+                logprobs, entropy, differing = self._policy.ask(batch, through_tower=tower)
+                self._backward(losses.of(batch, logprobs, entropy, differing), logprobs)
         losses.read()
         # Kept for `step`, in which all ranks refuse together.
         self._bad_loss |= losses.not_finite
@@ -207,6 +208,8 @@ class TorchTrainEngine(StepCounts):
             [T] float32 nats per sequence; 0 where loss_mask is False.
         """
         policy, scope = self._asked_policy(reference=reference)
+        if reference:  # it did not sample: its own routers choose
+            sequences = [replace(sequence, routes=()) for sequence in sequences]
         shares = self._plan("logprobs of the first policy" if reference else "logprobs", sequences, policy)
         answers = []
         with scope, policy.weights_converted_once():
@@ -218,6 +221,11 @@ class TorchTrainEngine(StepCounts):
                     answers.append(answer.float())
         free_gathered(policy.model)
         return answers_of_all(self._ranks, sequences, shares, answers)
+
+    @property
+    def replay_problem(self) -> str:
+        """Why it cannot replay routes, "" where it can; see `TrainEngine`."""
+        return self._policy.model.routing.problem
 
     @property
     def float32_weights(self) -> frozenset[str]:

@@ -55,7 +55,7 @@ def hold_biases_as_buffers(whole: nn.Module) -> None:
                 module.register_buffer(name, parameter.detach())
 
 
-_ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")
+ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")
 """Endings of the names of transformers' router classes."""
 
 
@@ -69,7 +69,7 @@ def route_as_the_family(whole: Any) -> None:
     """
     stays, in_float32 = stays_in_float32(whole), dict[type, bool]()
     for path, module in whole.named_modules():
-        if _ROUTER.search(type(module).__name__):
+        if ROUTER.search(type(module).__name__):
             kept = {name for name, _ in module.named_parameters() if stays(f"{path}.{name}")}
             module.forward = _Routing(module, kept, in_float32)
 

@@ -72,6 +72,10 @@ class TorchEngineOptions:
         "compute in bfloat16; on refuses to start where it cannot. All ranks compile, or none does.",
         choices=("auto", "on", "off"),
     )
+    replay_routes: bool = setting(
+        True,
+        "Take the experts that sequences say their tokens took when they were sampled; false: compare alone.",
+    )
     reduce_once: str = setting(
         "auto",
         "Ranks add up gradients once a pass, not with each micro-batch: until then each holds 4 bytes for every weight "

@@ -32,6 +32,7 @@ from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
 from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
+from offbeat_engine_torch._layers.routing import Routing
 from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
 from offbeat_training import Indices, VocabularyPart, token_logprobs
 
@@ -93,6 +94,7 @@ class CausalModel(nn.Module):
     Attributes:
         part: which rows of the head are here; None for all.
         context: how ranks share the tokens of a pack; None where this rank computes all of them.
+        routing: the routers of a mixture of experts.
     """
 
     def __init__(self, whole: Any, logit_scale: float, *, scores: bool = False) -> None:
@@ -100,6 +102,7 @@ class CausalModel(nn.Module):
         self.scores = scores
         self.part: VocabularyPart | None = None
         self.context: PackShare | None = None
+        self.routing = Routing(whole)
         self.whole: Any = whole
         self.logit_scale = logit_scale
 
@@ -155,11 +158,14 @@ class CausalModel(nn.Module):
         query: HeadQuery | None = None,
         autocast: torch.dtype | None = None,
         patches: ImagePatches | None = None,
+        routes_LKT: Tensor | None = None,
+        *,
+        replays: bool = True,
     ) -> Any:
         """[N] log-probabilities and [N] entropies of the loss tokens asked for; [T, E] hidden states for None.
 
-        Of a model that scores: [N] scores and zeros. Of ids alone it gives the [T, V] logits of the transformers model
-        itself ([T, 1] scores).
+        With routes a third [N]: `Routing.differing` of the token that predicts each. Of a model that scores: [N] scores
+        and zeros. Of ids alone it gives the [T, V] logits of the transformers model itself ([T, 1] scores).
 
         Args:
             ids_T: token ids of one pack.
@@ -171,6 +177,8 @@ class CausalModel(nn.Module):
             autocast: format of the backbone's matrix products, and of those of the head's gradients; None for that of
                 the weights.
             patches: of the pack's images; None where no rank has one in this micro-batch.
+            routes_LKT: see `Routing.follow`.
+            replays: see there.
         """
         computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
         if positions_T is None:
@@ -181,8 +189,10 @@ class CausalModel(nn.Module):
                 logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
             return logits_TV.float()
         if self.context is None or plan is None:
+            self.routing.follow(routes_LKT, replays=replays)
             return self._ask(ids_T, positions_T, plan, kernel, query, autocast, patches)
-        cut = self.context.cut(ids_T, positions_T, plan, query)
+        cut = self.context.cut(ids_T, positions_T, plan, query, routes_LKT)
+        self.routing.follow(cut.routes_LKt, replays=replays)
         return cut.join(self._ask(cut.ids_t, cut.positions_t, cut.plan, kernel, cut.query, autocast, patches))
 
     def _ask(
@@ -213,7 +223,7 @@ class CausalModel(nn.Module):
         if self.scores:
             score_N = functional.linear(hidden_NE.to(weight_VE.dtype), weight_VE)[:, 0]
             return score_N, torch.zeros_like(score_N)
-        return token_logprobs(
+        logprobs_N, entropy_N = token_logprobs(
             hidden_NE,
             weight_VE,
             bias_V,
@@ -225,6 +235,10 @@ class CausalModel(nn.Module):
             part=self.part,
             fused=query.fused,
         )
+        differing_T = self.routing.differing()
+        if differing_T is None:
+            return logprobs_N, entropy_N
+        return logprobs_N, entropy_N, differing_T.index_select(0, predictor_N)
 
     def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:
         """Return what the language model is given: embeddings, with what the tower sees where images stand.

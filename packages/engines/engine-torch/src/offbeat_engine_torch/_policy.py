@@ -111,6 +111,7 @@ class Policy:
         if self._limit:
             self._limit.check(sequences)
         self.images.check(sequences)
+        self.model.routing.check(sequences, type(self.model.whole).__name__)
 
     def weights_converted_once(self) -> AbstractContextManager[Any]:
         """Convert each weight once for all packs while it is open; weights must not be updated meanwhile.
@@ -120,8 +121,11 @@ class Policy:
         """
         return torch.autocast(self._device.type, enabled=False) if self._autocast else nullcontext()
 
-    def ask(self, pack: MicroBatch, *, through_tower: bool = False) -> tuple[Tensor, Tensor]:
+    def ask(self, pack: MicroBatch, *, through_tower: bool = False) -> tuple[Tensor, Tensor, Tensor | None]:
         """Log-probabilities [N] and entropies [N] of a pack's loss tokens.
+
+        Of a pack with routes, [N] also the share of layers in which the token that predicts would take other experts
+        than the engine that sampled; below 0 where that is not known.
 
         With `through_tower` the vision tower runs though the pack has no image, because another rank's has one.
         """
@@ -136,8 +140,19 @@ class Policy:
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
         plan = AttentionPlan(pack.segments, self._device)
         patches = self._patches(pack) if pack.images or through_tower else None
-        answer: tuple[Tensor, Tensor] = self.model(ids, positions, plan, self.kernel, query, self._autocast, patches)
-        return answer
+        routes = None if pack.routes_TLK is None else self.tensor(pack.routes_TLK).permute(1, 2, 0)
+        logprobs_N, entropy_N, *differing_N = self.model(
+            ids,
+            positions,
+            plan,
+            self.kernel,
+            query,
+            self._autocast,
+            patches,
+            routes,
+            replays=self._options.replay_routes,
+        )
+        return logprobs_N, entropy_N, next(iter(differing_N), None)
 
     def _patches(self, pack: MicroBatch) -> ImagePatches:
         assert isinstance(self.images, ImageProcessor), "a model without a vision tower was asked to look"
@@ -173,7 +188,8 @@ def make_policy(
             recompute_layers(model.whole)
         is_rounded = (mesh is not None and mesh.group("dp", "cp").size > 1) or holds_base_in_bfloat16(config, options)
         read_in = FORMATS[config.dtype] if is_rounded else None
-        limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
+        with model.routing.watch():
+            limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
         if compiled:
             check = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=FORMATS[config.dtype])
             compiled.start(check, ranks, required=options.compile_layers == "on")

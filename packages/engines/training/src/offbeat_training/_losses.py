@@ -73,17 +73,25 @@ class LossCalls:
         self.failure: Exception | None = None
         self.not_finite = False
 
-    def of(self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor) -> Tensor | None:
+    def of(
+        self, batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor, differing_N: Tensor | None = None
+    ) -> Tensor | None:
         """Return the scalar to differentiate for one micro-batch; None where there is none.
 
         One that is not finite has a gradient of 0: the step is refused, and its micro-batch gives nothing to blame.
+
+        Args:
+            batch: the micro-batch.
+            logprobs_N: nats, of its loss tokens.
+            entropy_N: nats, of the same.
+            differing_N: extra `routes_differ` of the loss: see `measure_mismatch` of offbeat-objectives.
         """
         # A loss that has failed is not asked again: the pass is only finished, as other ranks wait in it.
         if not batch.members or self.failure is not None:
             return None
         members = [self._sequences[member] for member in batch.members]
         try:
-            value, metrics = call_loss(self._loss, self._tokens(members, batch, logprobs_N, entropy_N))
+            value, metrics = call_loss(self._loss, self._tokens(members, batch, logprobs_N, entropy_N, differing_N))
         except Exception as error:  # noqa: BLE001  raised on all ranks when the pass is over
             self.failure = error
             return None
@@ -109,17 +117,23 @@ class LossCalls:
             self.not_finite |= not math.isfinite(found["loss"].value)
 
     def _tokens(
-        self, members: Sequence[TrainSequence], batch: LaidOut, logprobs_N: Tensor, entropy_N: Tensor
+        self,
+        members: Sequence[TrainSequence],
+        batch: LaidOut,
+        logprobs_N: Tensor,
+        entropy_N: Tensor,
+        differing_N: Tensor | None,
     ) -> LossTokens[Tensor]:
         def tensor(array: npt.NDArray[Any]) -> Tensor:
             return copy_to_device(torch.from_numpy(np.ascontiguousarray(array)), logprobs_N.device)
 
+        extras = {name: tensor(values) for name, values in loss_extras(members).items()}
         return LossTokens(
             logprobs_N=logprobs_N,
             entropy_N=entropy_N,
             sequence_N=tensor(batch.sequence_N),
             num_sequences=len(members),
-            extras={name: tensor(values) for name, values in loss_extras(members).items()},
+            extras=extras if differing_N is None else {**extras, "routes_differ": differing_N},
             total_tokens=self._totals[0],
             total_sequences=self._totals[1],
         )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
-from offbeat_core import Image, TrainSequence
+from offbeat_core import Image, RouteIds, Routes, TrainSequence, join_routes
 from offbeat_training._images import ImageInputs, Indices, NoImages
 
 
@@ -63,6 +63,10 @@ class MicroBatch:
         members: index of each sequence among those given.
         images: in the order of their placeholders; an image of a shared prompt once.
         place_M: packed index of each placeholder token.
+        routes_TLK: experts that the tokens took in the engine that sampled, -1 where that is not known; None where it
+            is known of no token. A prompt that sequences share has the route of the first of them that knows it: they
+            differ where versions sampled them that differ, or where an engine computes a prompt twice and rounds it
+            otherwise.
     """
 
     ids_T: Indices
@@ -75,6 +79,7 @@ class MicroBatch:
     members: tuple[int, ...]
     images: tuple[Image, ...] = ()
     place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    routes_TLK: RouteIds | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -297,7 +302,9 @@ def lay_out(
         pack_multiple: the pack is padded to a multiple of this, by a segment of its own.
         num_tokens: of the pack, at least.
     """
-    layout = _Layout(images or NoImages(), segment_multiple)
+    members = [sequences[member] for family in families for member in family.members]
+    route_shape = next((each.shape[1:] for member in members for each in member.routes), None)
+    layout = _Layout(images or NoImages(), segment_multiple, route_shape)
     for family in families:
         layout.add(sequences, family)
     layout.pad(-(-max(layout.size, num_tokens) // pack_multiple) * pack_multiple - layout.size)
@@ -326,8 +333,9 @@ _IDLE = TrainSequence(ids=np.zeros(1, np.int32), loss_mask=np.zeros(1, bool))
 class _Layout:
     """Collects the pieces of one pack."""
 
-    def __init__(self, images: ImageInputs, segment_multiple: int) -> None:
-        self.known, self.multiple = images, segment_multiple
+    def __init__(self, images: ImageInputs, segment_multiple: int, route_shape: tuple[int, int] | None) -> None:
+        self.known, self.multiple, self.route_shape = images, segment_multiple, route_shape
+        self.routes: list[RouteIds] = []
         self.ids: list[npt.NDArray[np.int32]] = []
         self.positions: list[Indices] = []
         self.segments: list[Segment] = []
@@ -343,13 +351,14 @@ class _Layout:
         """Lay out the family's prompt, then what each member has of its own."""
         prefix, prompt_start, parent = family.prefix, self.size, -1
         if prefix:
-            parent = self._segment(sequences[family.members[0]], 0, prefix, -1)
+            routes = [each for member in family.members for each in sequences[member].routes]
+            parent = self._segment(sequences[family.members[0]], 0, prefix, -1, routes)
         for member in family.members:
             sequence = sequences[member]
             token = np.flatnonzero(sequence.loss_mask)
             offset = self.size - prefix  # packed index of token t is t + offset, for t >= prefix
             # Up to the last loss token, which predicts nothing.
-            self._segment(sequence, prefix, int(token[-1]) if len(token) else 0, parent)
+            self._segment(sequence, prefix, int(token[-1]) if len(token) else 0, parent, sequence.routes)
             before = token - 1
             # The first own token is predicted by the prompt's last, which lies in the copy that all share.
             self.predictor.append(np.where(before >= prefix, before + offset, before + prompt_start))
@@ -357,17 +366,19 @@ class _Layout:
             self.token.append(token)
             self.members.append(member)
 
-    def _segment(self, sequence: TrainSequence, start: int, stop: int, parent: int) -> int:
+    def _segment(self, sequence: TrainSequence, start: int, stop: int, parent: int, routes: Sequence[Routes]) -> int:
         """Append tokens [start, stop), unless there are none: a completion of one token has nothing of its own."""
         if stop > start:
             self._place_images(sequence, start, stop)
             padding = (start - stop) % self.multiple
+            self._append_routes(routes, start, stop, padding)
             self._append(sequence.ids[start:stop], self.known.positions(sequence)[..., start:stop], padding, parent)
         return len(self.segments) - 1
 
     def pad(self, length: int) -> None:
         """Append a segment of padding, unless it is none."""
         if length:
+            self._append_routes((), 0, 0, length)
             self._append(_IDLE.ids[:0], self.known.positions(_IDLE)[..., :0], length, -1)
 
     def _append(self, ids: npt.NDArray[np.int32], positions: Indices, padding: int, parent: int) -> None:
@@ -376,6 +387,11 @@ class _Layout:
         self.ids.append(np.pad(ids, (0, padding)))
         self.positions.append(np.pad(positions, [(0, 0)] * (positions.ndim - 1) + [(0, padding)]))
         self.size += len(ids) + padding
+
+    def _append_routes(self, routes: Sequence[Routes], start: int, stop: int, padding: int) -> None:
+        if self.route_shape is not None:
+            here = join_routes(routes, stop, self.route_shape)[start:]
+            self.routes.append(np.pad(here, ((0, padding), (0, 0), (0, 0)), constant_values=-1))
 
     def _place_images(self, sequence: TrainSequence, start: int, stop: int) -> None:
         for image, (first, end) in zip(sequence.images, self.known.spans(sequence), strict=True):
@@ -397,4 +413,5 @@ class _Layout:
             members=tuple(self.members),
             images=tuple(self.images),
             place_M=np.concatenate(self.place),
+            routes_TLK=np.concatenate(self.routes) if self.routes else None,
         )

@@ -85,14 +85,15 @@ class Routes:
         return type(self).pack(self.unpack()[start - self.start :], start=min(start, self.stop))
 
 
-def join_routes(parts: Sequence[Routes], num_tokens: int) -> RouteIds:
+def join_routes(parts: Sequence[Routes], num_tokens: int, shape: tuple[int, int]) -> RouteIds:
     """Return [T, L, K] int16 of the first `num_tokens` tokens: of each, what the first part says that knows it.
 
     Args:
-        parts: at least one, of one sequence or of sequences that begin with these tokens.
+        parts: of one sequence or of sequences that begin with these tokens.
         num_tokens: T.
+        shape: L and K of all parts.
     """
-    found = np.full((num_tokens, *parts[0].shape[1:]), -1, np.int16)
+    found = np.full((num_tokens, *shape), -1, np.int16)
     for part in parts:
         here = found[part.start : part.stop]
         if (unknown := here[:, 0, 0] < 0).any():

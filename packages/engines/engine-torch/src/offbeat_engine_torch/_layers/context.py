@@ -29,6 +29,7 @@ class CutPack:
         query: `HeadQuery` of the loss tokens that the run predicts, at least one; None for hidden states.
         owner_N: rank that predicts each loss token.
         num_tokens: T.
+        routes_LKt: of the run, see `Routing.follow`; None where the pack has none.
     """
 
     ranks: ContextParallel
@@ -38,6 +39,7 @@ class CutPack:
     query: Any
     owner_N: Indices
     num_tokens: int
+    routes_LKt: Tensor | None = None
 
     def join(self, answer: Any) -> Any:
         """Return the answer for the whole pack: tensors [N] for a query, else hidden states [T, E]."""
@@ -75,14 +77,19 @@ class PackShare:
         ranks = ContextParallel.of(mesh, "cp")
         return cls(ranks=ranks, swaps_heads=num_heads % ranks.size == 0)
 
-    def cut(self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan, query: Any) -> CutPack:
+    def cut(
+        self, ids_T: Tensor, positions_T: Tensor, plan: AttentionPlan, query: Any, routes_LKT: Tensor | None = None
+    ) -> CutPack:
         """Cut a pack, padded to a multiple of the ranks with tokens that are a sequence of their own."""
         num_tokens, size = len(ids_T), self.ranks.size
         length = -(-num_tokens // size)
         first, stop = run = self.ranks.rank * length, (self.ranks.rank + 1) * length
-        ids_t, positions_t = (
-            functional.pad(each, (0, length * size - num_tokens))[..., first:stop] for each in (ids_T, positions_T)
+        ids_t, positions_t, routes_LKt = (
+            None if each is None else functional.pad(each, (0, length * size - num_tokens))[..., first:stop]
+            for each in (ids_T, positions_T, routes_LKT)
         )
+        assert ids_t is not None
+        assert positions_t is not None
         owner_N = np.zeros(0, np.int64) if query is None else query.predictor_N // length
         return CutPack(
             ranks=self.ranks,
@@ -92,6 +99,7 @@ class PackShare:
             query=None if query is None else _predicted_here(query, owner_N == self.ranks.rank, first),
             owner_N=owner_N,
             num_tokens=num_tokens,
+            routes_LKt=routes_LKt,
         )
 
 
