@@ -25,6 +25,10 @@ class TestStaticRows(Torch):
         return await super().make_engine(replace(config, options={**config.options, "static_rows": True}))
 
 
+class TestQwen3Moe(Torch):
+    family = "qwen3_moe"
+
+
 @pytest.mark.nightly
 class TestQwen2(Torch):
     family = "qwen2"

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from offbeat_core import LoraAdapter, WeightSyncError
-from offbeat_rollout_torch._decoder import DecoderWeights, Parameter
+from offbeat_rollout_torch._decoder import DecoderWeights
+from offbeat_rollout_torch._parameters import Parameter
 from offbeat_weightsync import select_adapter
 
 PEFT_PREFIX: Final = "base_model.model."
@@ -89,6 +90,8 @@ class Adapter:
         self, weights: DecoderWeights, parts: Sequence[str], tensors: Mapping[str, Tensor], scale: float
     ) -> LowRank | None:
         """Lay the parts of one matrix out; None where none of them is adapted."""
+        if f"{parts[0]}.weight" not in weights.parameters:  # experts are in its place, and take no adapters
+            return None
         places = [weights.parameters[f"{part}.weight"] for part in parts]
         names = [tuple(f"{PEFT_PREFIX}{part}.lora_{side}.weight" for side in "AB") for part in parts]
         found = [(place, down, up) for place, (down, up) in zip(places, names, strict=True) if down in tensors]

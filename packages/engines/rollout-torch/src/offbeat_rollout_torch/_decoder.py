@@ -10,10 +10,8 @@ than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fa
 it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
-import math
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
 import torch
@@ -22,15 +20,14 @@ from torch import Tensor
 
 from offbeat_device import StableMemory
 from offbeat_rollout_torch._attention import Attention
+from offbeat_rollout_torch._experts import Experts
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
+from offbeat_rollout_torch._parameters import Arena, Parameter
 
 PACK_FROM_ELEMENTS: Final = 1 << 15
 """Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
 PACK_FOR_ROWS: Final = 32
-ALIGNMENT_BYTES: Final = 512
-"""Between tensors of one piece of memory: as torch's allocator for CUDA has it (c10/cuda/CUDACachingAllocator.cpp,
-kMinBlockSize), as kernels read whole lines."""
 
 
 def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
@@ -66,7 +63,7 @@ class Linear:
         in_size: int,
         *,
         bias: bool,
-        like: "Tensor | Arena",
+        like: Tensor | Arena,
         pack: bool,
         shared: Tensor | None = None,
         packed_dtype: torch.dtype | None = None,
@@ -142,32 +139,8 @@ def _packed_product_with(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor 
     return y
 
 
-@dataclass(frozen=True)
-class Parameter:
-    """One Hugging Face tensor inside fused storage.
-
-    Args:
-        storage: returns the plain storage it lies in.
-        rows: which rows of it.
-        shape: under Hugging Face.
-        rotary: head_dim when its rows are heads in pair order, else 0.
-    """
-
-    storage: Callable[[], Tensor]
-    rows: slice
-    shape: tuple[int, ...]
-    rotary: int = 0
-
-    def view(self) -> Tensor:
-        """View of the storage whose elements run in Hugging Face order: [heads, 2, head_dim / 2, ...] or `shape`."""
-        rows = self.storage()[self.rows]
-        if not self.rotary:
-            return rows
-        return rows.view(-1, self.rotary // 2, 2, *self.shape[1:]).transpose(1, 2)
-
-
 class LayerWeights:
-    def __init__(self, architecture: Architecture, like: "Tensor | Arena", pack: bool) -> None:
+    def __init__(self, architecture: Architecture, like: Tensor | Arena, pack: bool) -> None:
         a = architecture
         q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
@@ -181,6 +154,9 @@ class LayerWeights:
         self.qk_norm = like.new_empty(a.num_heads + a.num_kv_heads, a.head_dim)
         self.out = linear(a.hidden_size, q_rows, a.out_bias)
         self.mlp_norm = like.new_empty(a.hidden_size)
+        self.experts = Experts(a, like) if a.num_experts else None
+        if a.num_experts:
+            return
         # Packed, two products of which the second multiplies by the first; else one product, and so one call less.
         num_parts = 2 if pack and is_worth_packing(a.intermediate_size, a.hidden_size) else 1
         self.gate_up = [
@@ -190,7 +166,7 @@ class LayerWeights:
 
     @property
     def matrices(self) -> tuple[Linear, ...]:
-        return self.qkv, self.out, *self.gate_up, self.down
+        return self.qkv, self.out, *(() if self.experts else (*self.gate_up, self.down))
 
     def freeze(self, architecture: Architecture) -> None:
         """Pack the matrices and lay the head norms out for one product over queries and keys."""
@@ -202,8 +178,7 @@ class LayerWeights:
     def parameters(self, architecture: Architecture) -> dict[str, Parameter]:
         """Hugging Face names, without the layer's prefix."""
         a = architecture
-        q_rows, kv_rows, wide = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim, a.intermediate_size
-        up_start = wide if len(self.gate_up) == 1 else 0
+        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
         found = {
             "input_layernorm.weight": _vector(lambda: self.input_norm, a.hidden_size),
             "post_attention_layernorm.weight": _vector(lambda: self.mlp_norm, a.hidden_size),
@@ -211,14 +186,21 @@ class LayerWeights:
             **_matrix("self_attn.k_proj", self.qkv, slice(q_rows, q_rows + kv_rows), a.hidden_size, a.head_dim),
             **_matrix("self_attn.v_proj", self.qkv, slice(q_rows + kv_rows, q_rows + 2 * kv_rows), a.hidden_size),
             **_matrix("self_attn.o_proj", self.out, slice(0, a.hidden_size), q_rows),
-            **_matrix("mlp.gate_proj", self.gate_up[0], slice(0, wide), a.hidden_size),
-            **_matrix("mlp.up_proj", self.gate_up[-1], slice(up_start, up_start + wide), a.hidden_size),
-            **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), wide),
+            **(self._dense(a) if self.experts is None else self.experts.parameters()),
         }
         if a.qk_norm:
             found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, a.head_dim)
             found["self_attn.k_norm.weight"] = _vector(lambda: self.k_norm, a.head_dim, a.head_dim)
         return found
+
+    def _dense(self, a: Architecture) -> dict[str, Parameter]:
+        wide = a.intermediate_size
+        up_start = wide if len(self.gate_up) == 1 else 0
+        return {
+            **_matrix("mlp.gate_proj", self.gate_up[0], slice(0, wide), a.hidden_size),
+            **_matrix("mlp.up_proj", self.gate_up[-1], slice(up_start, up_start + wide), a.hidden_size),
+            **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), wide),
+        }
 
 
 def _vector(storage: Callable[[], Tensor], size: int, rotary: int = 0) -> Parameter:
@@ -231,26 +213,6 @@ def _matrix(name: str, linear: Linear, rows: slice, in_size: int, rotary: int = 
     if (bias := linear.bias) is not None:
         found[f"{name}.bias"] = Parameter(lambda: bias, rows, (size,), rotary)
     return found
-
-
-class Arena:
-    """Hands out one piece of memory as tensors, one behind the other.
-
-    Args:
-        like: dtype and device.
-        memory: [bytes] uint8; None: tensors have none, and are only counted.
-    """
-
-    def __init__(self, like: Tensor, memory: Tensor | None = None) -> None:
-        self.dtype, self.num_bytes, self._memory = like.dtype, 0, memory
-
-    def new_empty(self, *shape: int) -> Tensor:
-        """Return the next tensor, with any values."""
-        start, size = self.num_bytes, math.prod(shape) * self.dtype.itemsize
-        self.num_bytes += -(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-        if self._memory is None:
-            return torch.empty(shape, dtype=self.dtype, device="meta")
-        return self._memory[start : start + size].view(self.dtype).view(shape)
 
 
 class DecoderWeights:
@@ -307,6 +269,12 @@ class DecoderWeights:
         vision = self.architecture.vision
         self.tower = build_tower(vision, self.dtype, self.device) if vision else None
         self.parameters = self._parameters()
+        self.stacks = {
+            f"{self.architecture.prefix}layers.{index}.{name}": stack
+            for index, layer in enumerate(self.layers)
+            if layer.experts is not None
+            for name, stack in layer.experts.stacks().items()
+        }
 
     def _parameters(self) -> dict[str, Parameter]:
         a = self.architecture
@@ -326,8 +294,14 @@ class DecoderWeights:
         return found
 
     def read(self, name: str) -> Tensor:
-        parameter = self.parameters[self.aliases.get(name, name)]
+        parameter = self.stacks.get(name) or self.parameters[self.aliases.get(name, name)]
         return parameter.view().reshape(parameter.shape)
+
+    def parts_of(self, stack: str) -> list[str]:
+        """Names of the experts' own tensors that are one under the name of a stack."""
+        stem, _, kind = stack.rpartition(".")
+        kinds = ("down_proj",) if kind == "down_proj" else ("gate_proj", "up_proj")
+        return [f"{stem}.{n}.{each}.weight" for n in range(self.architecture.num_experts) for each in kinds]
 
     @property
     def keeps_addresses(self) -> bool:
@@ -336,7 +310,7 @@ class DecoderWeights:
 
     def release(self) -> None:
         """Release all memory, until `restored`."""
-        self.parameters, self.tower = {}, None
+        self.parameters, self.stacks, self.tower = {}, {}, None
         if self._memory is not None:
             self._memory.release()
             return
@@ -383,6 +357,7 @@ def decode_hidden(
     rotations_NC2: Tensor | None = None,
     image_inputs: ImageInputs | None = None,
     adapters: Sequence[MatrixUpdate] = (),
+    routes: list[Tensor] | None = None,
 ) -> Tensor:
     """Run the layers.
 
@@ -394,6 +369,7 @@ def decode_hidden(
         rotations_NC2: the rotation of each token, where its place in the cache does not say it.
         image_inputs: of the images among these tokens.
         adapters: LoRA adapters, each with the tokens that it changes.
+        routes: takes, of each layer with experts, [N, K] those of each token.
 
     Returns:
         [N, hidden] before the last norm.
@@ -411,6 +387,12 @@ def decode_hidden(
         mixed = attention(index, qkv)
         x = _adapted(layer.out.plus(mixed, x), mixed, adapters, index, "out")
         h = F.rms_norm(x, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
+        if layer.experts is not None:
+            mixed, chosen = layer.experts(h)
+            x = x + mixed
+            if routes is not None:
+                routes.append(chosen)
+            continue
         wide = _gated(layer, h, adapters, index)
         x = _adapted(layer.down.plus(wide, x), wide, adapters, index, "down")
         if image_inputs is not None and index < len(image_inputs.deeper):

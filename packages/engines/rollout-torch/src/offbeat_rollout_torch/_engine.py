@@ -139,11 +139,13 @@ class TorchRolloutEngine:
         whole_logprobs: it reports log-probabilities before a cut too; known before there is an engine.
         loads_on_device: it takes weights that are on its device, without a copy through the host; known before, too.
         parks_cache_alone: its sleep of level 1 leaves the weights where they are; known before, too.
+        returns_routes: it says which experts of a mixture each token took; known before, too.
     """
 
     whole_logprobs: ClassVar[bool] = True
     loads_on_device: ClassVar[bool] = True
     parks_cache_alone: ClassVar[bool] = True
+    returns_routes: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
     refuses_adapters = staticmethod(refuses_adapters)
     check_model = staticmethod(check_model)
@@ -168,8 +170,14 @@ class TorchRolloutEngine:
             scores_images=self._image_processor is not None,
             scores_any_temperature=True,
             whole_logprobs=self.whole_logprobs,
-            fp8_weights=True,
+            fp8_weights=not self._architecture.num_experts,
+            routes=bool(self._architecture.num_experts),
         )
+        if config.return_routes and not self.capabilities.routes:
+            raise ConfigError(
+                f"return_routes needs a mixture of experts, and {self._architecture.family} is none; set "
+                "rollout.replay_routes = off"
+            )
         self._tokenizer = load_tokenizer(folder)
         self._folder, self._config = folder, config
         self._device: Device = open_device(config.device)
@@ -220,11 +228,15 @@ class TorchRolloutEngine:
             options.prefill_beside_decoding,
             SEGMENT_TOKENS if static and static.records else 1,
         )
-        return ModelRunner(scheduler, weights, self._stop_criteria, static)
+        return ModelRunner(scheduler, weights, self._stop_criteria, static, notes_routes=self._config.return_routes)
 
     def _static_row_tokens(self) -> int:
         """Tokens of a static row; 0 without such."""
         wanted = self._options.static_rows
+        if self._architecture.num_experts:
+            if wanted:
+                raise ConfigError("static_rows compute no mixtures of experts: leave the option out, or set false")
+            return 0
         if wanted is False or (wanted is None and self._device.work_graphs() is None):
             return 0
         return static_row_tokens(self._stop_criteria.max_model_len)

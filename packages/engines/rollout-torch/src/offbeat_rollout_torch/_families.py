@@ -25,16 +25,19 @@ class DecoderFamily:
         sections: of a vision-language family, where its config says nothing: how many pairs of a head are turned by
             position in time, height and width. Empty of a family for text.
         interleaved: the three take pairs in turn, and not one run of pairs each.
+        has_experts: each layer's feed-forward is a mixture of experts.
     """
 
     qk_norm: bool = False
     qkv_bias: bool | None = None
     sections: tuple[int, ...] = ()
     interleaved: bool = False
+    has_experts: bool = False
 
 
 FAMILIES: Final = {
     "qwen3": DecoderFamily(qk_norm=True),
+    "qwen3_moe": DecoderFamily(qk_norm=True, has_experts=True),
     "qwen2": DecoderFamily(qkv_bias=True),
     "llama": DecoderFamily(),
     "qwen3_vl": DecoderFamily(qk_norm=True, sections=(24, 20, 20), interleaved=True),
@@ -48,7 +51,7 @@ class Architecture:
 
     `axes` names, for each pair of a head, the axis of a position that turns it (0 time, 1 height, 2 width); it is empty
     where a position is one number. `vision` is the folder of a vision-language model; its decoder's names begin with
-    `prefix`.
+    `prefix`. `num_experts` is 0 for a dense model; the weights of a token's experts may be normalised to a sum of 1.
     """
 
     family: str
@@ -70,6 +73,10 @@ class Architecture:
     axes: tuple[int, ...] = ()
     vision: Path | None = None
     prefix: str = "model."
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normalises_experts: bool = False
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -114,7 +121,19 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
         axes=_axes(family, rope, head_dim // 2) if vision else (),
         vision=vision,
         prefix="model.language_model." if vision else "model.",
+        **(_experts(config) if family.has_experts else {}),
     )
+
+
+def _experts(config: dict[str, Any]) -> dict[str, Any]:
+    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
+        raise ModelError("rollout-torch needs experts in every layer: mlp_only_layers = [], decoder_sparse_step = 1")
+    return {
+        "num_experts": config.get("num_experts") or config["num_local_experts"],  # as transformers 5 writes it
+        "experts_per_token": config["num_experts_per_tok"],
+        "expert_size": config["moe_intermediate_size"],
+        "normalises_experts": bool(config.get("norm_topk_prob", False)),
+    }
 
 
 def _axes(family: DecoderFamily, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:

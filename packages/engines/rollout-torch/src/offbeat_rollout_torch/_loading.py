@@ -27,12 +27,15 @@ class WeightWriter:
 
     def write(self, name: str, tensor: Any) -> None:
         target, taken = self._weights.aliases.get(name, name), self._expected.taken
-        parameter = self._weights.parameters.get(target)
+        stack = self._weights.stacks.get(name)
+        parameter = stack or self._weights.parameters.get(target)
         source = tensor if isinstance(tensor, Tensor) else torch.as_tensor(tensor)
         is_tied, is_first = target in taken and target != name, not taken
         self._expected.take(name, tuple(source.shape), parameter.shape if parameter else None)
         assert parameter is not None
         taken.add(target)
+        if stack is not None:
+            taken.update(self._weights.parts_of(name))
         if is_first:
             self._weights.discard()
         view = parameter.view()

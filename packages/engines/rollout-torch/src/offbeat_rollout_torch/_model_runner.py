@@ -42,6 +42,7 @@ class ModelRunner:
         stop_criteria: of the engine.
         static: decodes where it can, one step ahead of what the samples know; over the scheduler's cache. None: every
             step is read before the next.
+        notes_routes: samples learn which experts their tokens took.
 
     Attributes:
         num_decoding: samples that the present step draws a token for; 0 in a prefill. Other threads read it.
@@ -53,7 +54,10 @@ class ModelRunner:
         weights: DecoderWeights,
         stop_criteria: StopCriteria,
         static: StaticDecoder | None = None,
+        *,
+        notes_routes: bool = False,
     ) -> None:
+        self._notes_routes = notes_routes
         self.scheduler, self.weights, self._stop_criteria = scheduler, weights, stop_criteria
         self._static = static
         self._in_flight: StepInFlight | None = None
@@ -149,7 +153,8 @@ class ModelRunner:
         uses = [
             (sample.request.adapter, each.num_tokens) for sample, each in zip(samples, ranges, strict=bool(samples))
         ]
-        return decode_hidden(
+        routes: list[Tensor] | None = [] if self._notes_routes and samples else None
+        hidden = decode_hidden(
             self.weights,
             torch.tensor(ids, device=self._device),
             self._rotations,
@@ -157,7 +162,14 @@ class ModelRunner:
             rotations_NC2=token_rotations(ranges, self._rotations, self._axes),
             image_inputs=gather_image_inputs(ranges, self.weights.tower, self._device),
             adapters=self.adapters.rows(uses, self._device),
+            routes=routes,
         )
+        if routes:
+            ids_NLK = torch.stack(routes, 1).to(torch.int16).cpu().numpy()
+            parts = np.split(ids_NLK, np.cumsum([each.num_tokens for each in ranges])[:-1])
+            for sample, each, part in zip(samples, ranges, parts, strict=True):
+                sample.note_routes(each.first, part)
+        return hidden
 
     def _step_ahead(self, static: StaticDecoder) -> None:
         """Queue some of the prompts that wait, and the next decoding step beside them.

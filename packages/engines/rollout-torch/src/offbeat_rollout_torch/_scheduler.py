@@ -8,7 +8,16 @@ import numpy as np
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from offbeat_core import Completion, GenerateRequest, OnToken, SamplingParams, StopReason, new_future
+from offbeat_core import (
+    Completion,
+    GenerateRequest,
+    OnToken,
+    RouteIds,
+    Routes,
+    SamplingParams,
+    StopReason,
+    new_future,
+)
 from offbeat_rollout_torch._attention import Chunk, prefill_group
 from offbeat_rollout_torch._cache import KVCache, Prefix, Row
 from offbeat_rollout_torch._images import RequestImages
@@ -54,6 +63,7 @@ class Sample:
         self.stop_reason: StopReason | None = None
         self.row: Row | None = None
         self._stops = stops
+        self._routes: list[tuple[int, RouteIds]] = []
 
     @property
     def num_drawn(self) -> int:
@@ -83,6 +93,28 @@ class Sample:
         if self.request.notify is not None:
             self.request.notify(self.index, token, logprob)
 
+    def note_routes(self, start: int, ids_NLK: RouteIds) -> None:
+        """Remember the experts of tokens just computed, the first of them at `start` in prompt and completion.
+
+        A token keeps the route by which the one after it was drawn. What is computed again since then, under new
+        weights or for lack of room, does not count; before the first draw, what came before does not.
+        """
+        lists = [self._routes] if start >= len(self.request.prompt) else [self._routes, self.request.routes]
+        for each in lists:
+            each.insert(len(each) if self.num_drawn else 0, (start, ids_NLK))
+
+    def routes(self) -> Routes | None:
+        """Return what is known of its tokens; of a prompt, what others of its request have computed as well."""
+        noted = [*self._routes, *self.request.routes]
+        if not noted:
+            return None
+        found = np.full((len(self.tokens), *noted[0][1].shape[1:]), -1, np.int16)
+        for start, ids_NLK in noted:
+            here = found[start : start + len(ids_NLK)]
+            unknown = here[:, 0, 0] < 0
+            here[unknown] = ids_NLK[: len(here)][unknown]
+        return Routes.pack(found)
+
     def is_full(self, criteria: StopCriteria, num_more: int = 0) -> bool:
         """Return whether it may draw no further token after so many more."""
         if self.num_drawn + num_more >= self.params.max_tokens:
@@ -92,7 +124,8 @@ class Sample:
     def completion(self, tokenizer: Tokenizer) -> Completion:
         ids = self.tokens[len(self.request.prompt) :]
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        return Completion.join(ids, self.logprobs, [(version, 1) for version in self.versions], self.stop_reason, text)
+        runs = [(version, 1) for version in self.versions]
+        return Completion.join(ids, self.logprobs, runs, self.stop_reason, text, self.routes())
 
 
 class RequestState:
@@ -107,6 +140,7 @@ class RequestState:
     Attributes:
         prefix: what its samples share of a long prompt, while one of them has a row: all but the last token, which
             each sample computes for itself and draws from. A short prompt is computed by one sample and copied.
+        routes: of tokens of the prompt, by where they begin; see `Sample.note_routes`.
     """
 
     def __init__(
@@ -120,6 +154,7 @@ class RequestState:
         self.request_id, self.params, self.adapter = request.request_id, request.params, request.adapter
         self.prompt: list[int] = np.asarray(request.prompt_ids).tolist()
         self.prefix: Prefix | None = None
+        self.routes: list[tuple[int, RouteIds]] = []
         self.done: Future[list[Completion]] = new_future()
         self._tokenizer, first, stop = tokenizer, self.params.first_seed(), self.params.stop
         self.samples = [

@@ -182,6 +182,7 @@ class RolloutCapabilities:
         scores_any_temperature: at other temperatures than 1, too.
         traces: it is a `TracingEngine`: it traces itself, because it computes elsewhere than in its caller's process.
         receives: it is a `ReceivingEngine`: its workers take weights from the trainer by themselves.
+        routes: completions say which experts their tokens took (`RolloutEngineConfig.return_routes`).
     """
 
     pause_modes: tuple[PauseMode, ...]
@@ -197,6 +198,7 @@ class RolloutCapabilities:
     scores_any_temperature: bool = False
     traces: bool = False
     receives: bool = False
+    routes: bool = False
 
     def check(self, request: GenerateRequest, engine: str) -> None:
         """Refuse a request that asks for more than this.

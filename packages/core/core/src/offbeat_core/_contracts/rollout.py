@@ -89,9 +89,9 @@ class RolloutEngine(Protocol):
 
     A class that is registered under `offbeat.rollout` also has `async create(config: RolloutEngineConfig)`, which loads
     the model. It may have class attributes that are asked before there is an engine: `whole_logprobs`,
-    `loads_on_device`, `parks_cache_alone`, `workers_receive`, `dropped_settings`, and functions `check_installed`,
-    `check_model`, `refuses_adapters`, `held_bytes`, `cache_budget`, `notices_of`, `capabilities_on`; rollout-torch and
-    rollout-vllm have examples of all.
+    `loads_on_device`, `parks_cache_alone`, `returns_routes`, `workers_receive`, `dropped_settings`, and functions
+    `check_installed`, `check_model`, `refuses_adapters`, `held_bytes`, `cache_budget`, `notices_of`,
+    `capabilities_on`; rollout-torch and rollout-vllm have examples of all.
     """
 
     @property
@@ -345,3 +345,4 @@ class RolloutEngineConfig(RolloutEngineSettings):
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
     shares_device: bool = setting(False, "Others use its device in turn with it, while it sleeps.")
     trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")
+    return_routes: bool = setting(False, "Say of each completion which experts of a mixture its tokens took.")
