@@ -66,13 +66,15 @@ BILLIONS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights that train, and bytes of the moments of each."""
+    """Weights that train, bytes of the moments of each, and of one that does not."""
 
     lora_rank: int = 0
+    frozen_bytes: float = 2
     moment_bytes: float = 8
 
 
 WHAT = {"all": Trained(), "all, 8-bit moments": Trained(moment_bytes=2.03), "LoRA": Trained(lora_rank=16)}
+WHAT["QLoRA"] = Trained(lora_rank=16, frozen_bytes=0.516)
 
 
 def bytes_of_rank(
@@ -90,7 +92,7 @@ def bytes_of_rank(
         cp=cp,
         zero_stage=3,
         vocabulary_bytes=2,
-        frozen_weight_bytes=2 if trained.lora_rank else 0,
+        frozen_weight_bytes=trained.frozen_bytes if trained.lora_rank else 0,
         optimizer_bytes=trained.moment_bytes,
         fuses_recurrence=True,
     )

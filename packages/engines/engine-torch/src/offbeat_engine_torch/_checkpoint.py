@@ -74,7 +74,7 @@ def iterate_adapter(
 def weight_specs(pieces: Sequence[Piece]) -> list[TensorSpec]:
     """Names, shapes and formats of what `iterate_weights` gives."""
     return [
-        TensorSpec(piece.name, str(_exported(piece.local.dtype)).removeprefix("torch."), piece.shape)
+        TensorSpec(piece.name, str(_exported(piece.dtype)).removeprefix("torch."), piece.shape)
         for piece in pieces
         if not piece.is_adapter
     ]

@@ -17,6 +17,7 @@ from offbeat_core import ConfigError, OffbeatError, TrainEngineConfig
 from offbeat_device import Device, compiled, prepare_compiler
 from offbeat_engine_torch._family_check import PAIR_TOKENS, TOLERANCE_NATS, FamilyCheck
 from offbeat_engine_torch._layers.experts import ranks_of
+from offbeat_engine_torch._layers.nf4 import packed_weights
 from offbeat_engine_torch._layers.recurrence import has_recurrence
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import CausalModel, one_line
@@ -158,6 +159,9 @@ def choose_compiled(
         f"{type(model.whole).__name__} names no decoder layers": not find_layers(model),
         "experts on several ranks are sent as many tokens as choose them": any(
             ranks_of(module) for module in model.whole.modules()
+        ),
+        "weights in NF4 are unpacked for each pass, of which compiled code might keep one for the other": bool(
+            packed_weights(model.whole)
         ),
         "the gated delta rule reads as many blocks of rows as a pack has lengths": has_recurrence(model.whole),
         f"dtype = {config.dtype}: attention in bfloat16 alone is one call for packs of any length": (

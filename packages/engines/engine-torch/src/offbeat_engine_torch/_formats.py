@@ -59,6 +59,14 @@ ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")
 """Endings of the names of transformers' router classes."""
 
 
+def is_router(path: str, module: nn.Module) -> bool:
+    """Return whether a module chooses experts, or weighs them: by its class, or its place where that is any layer."""
+    return bool(ROUTER.search(type(module).__name__)) or path.rpartition(".")[2] in ("gate", "router", _SHARED_GATE)
+
+
+_SHARED_GATE: Final = "shared_expert_gate"
+
+
 def route_as_the_family(whole: Any) -> None:
     """Let routers compute in float32 under autocast where those of a transformers model of bfloat16 do.
 

@@ -1,15 +1,22 @@
-"""The frozen base under LoRA adapters, held in bfloat16: it gets no updates, which are what float32 weights are for.
+"""The frozen base under LoRA adapters, held in bfloat16 or NF4: it gets no updates, which float32 weights are for.
 
 It is held in the format in which its layers compute, so that a product reads a weight as it is; autocast would convert
 a frozen float32 weight anew in every micro-batch. Float32 stay vectors, with which norms compute, embedding and head
 where the head multiplies in float32, what the family keeps in it, and what no layer holds, such as the last norm.
+
+In NF4 it is a quarter of that (`_layers/nf4.py`): linear layers and fused experts, but not routers, whose choices
+are discrete.
 """
 
 from collections.abc import Collection
 from typing import Any
 
 import torch
+from torch import nn
 
+from offbeat_engine_torch._formats import is_router
+from offbeat_engine_torch._layers.experts import has_fused_experts
+from offbeat_engine_torch._layers.nf4 import BLOCK, hold_in_nf4
 from offbeat_engine_torch._model import CausalModel, plain_name
 from offbeat_engine_torch._parallel.sharding import find_layers, kept_in_float32
 
@@ -33,6 +40,23 @@ def base_in_bfloat16(model: CausalModel, *, rounds_vocabulary: bool) -> set[str]
         for name, parameter in module.named_parameters(recurse=False)
         if parameter.ndim > 1
     }
+
+
+def pack_layers(model: CausalModel) -> None:
+    """Hold linear layers and fused experts of an outlined model's decoder layers in NF4.
+
+    Left as they are: routers, what the family keeps in float32, and rows that are no whole number of blocks.
+    """
+    kept, layers = kept_in_float32(model), find_layers(model)
+    within = {module for layer in layers for module in layer.modules()} - kept
+    for path, module in model.whole.named_modules():
+        if module not in within or is_router(path, module):
+            continue
+        stacks = has_fused_experts(module)
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            is_matrix = (isinstance(module, nn.Linear) and parameter.ndim == 2) or (stacks and parameter.ndim == 3)
+            if is_matrix and parameter.shape[-1] % BLOCK == 0:
+                hold_in_nf4(module, name)
 
 
 def hold_in_bfloat16(model: CausalModel, names: Collection[str]) -> None:

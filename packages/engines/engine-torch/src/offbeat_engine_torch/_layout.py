@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
+from offbeat_engine_torch._layers.nf4 import NF4_BYTES
 from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import outline_model, read_config
@@ -49,9 +50,10 @@ class TorchEngineOptions:
     lora_base_dtype: str = setting(
         "auto",
         "Number format in which frozen matrices under LoRA adapters are held: bfloat16 takes half the memory of "
-        "float32, and needs dtype bfloat16. auto: as dtype. Adapters are float32 whatever it is, and so are embedding "
-        "and head where the head's factors are.",
-        choices=("auto", "float32", "bfloat16"),
+        "float32, and needs dtype bfloat16; nf4 holds those of the layers in 4 bits (QLoRA), a quarter of that, and "
+        "computes in bfloat16. auto: as dtype. Adapters are float32 whatever it is, and so are embedding and head "
+        "where the head's factors are.",
+        choices=("auto", "float32", "bfloat16", "nf4"),
     )
     optimizer: str = setting(
         "adamw",
@@ -112,23 +114,33 @@ def gathers_vocabulary_in_bfloat16(config: TrainEngineConfig, options: TorchEngi
 
 
 def holds_base_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) -> bool:
-    """Return whether frozen weights under adapters are held in bfloat16.
+    """Return whether frozen weights under adapters are held in bfloat16, but for those that NF4 holds.
 
     Raises:
         ConfigError: they should be, and there are no adapters, or the layers compute in float32.
     """
     wanted = options.lora_base_dtype
-    if wanted == "bfloat16" and not config.lora_rank:
+    if wanted in ("bfloat16", "nf4") and not config.lora_rank:
         raise ConfigError(
-            'option lora_base_dtype = "bfloat16" needs frozen weights, and with lora_rank = 0 all are trained, in '
+            f'option lora_base_dtype = "{wanted}" needs frozen weights, and with lora_rank = 0 all are trained, in '
             'float32: set lora_rank, or leave the option "auto"'
         )
-    if wanted == "bfloat16" and config.dtype != "bfloat16":
+    if wanted in ("bfloat16", "nf4") and config.dtype != "bfloat16":
         raise ConfigError(
-            f'option lora_base_dtype = "bfloat16" needs dtype = "bfloat16", got "{config.dtype}": layers multiply in '
+            f'option lora_base_dtype = "{wanted}" needs dtype = "bfloat16", got "{config.dtype}": layers multiply in '
             'the format of their weights; set dtype = "bfloat16", or leave the option "auto"'
         )
+    if wanted == "nf4" and options.tensor_parallel > 1:
+        raise ConfigError(
+            f'option lora_base_dtype = "nf4" needs whole rows, which tensor_parallel = {options.tensor_parallel} cuts: '
+            "leave tensor_parallel 1, and every rank holds its part of all weights (FSDP2) and gathers 4 bits of each"
+        )
     return bool(config.lora_rank) and config.dtype == "bfloat16" and wanted != "float32"
+
+
+def holds_base_in_nf4(options: TorchEngineOptions) -> bool:
+    """Return whether matrices of the layers are held in NF4, where `holds_base_in_bfloat16` has refused nothing."""
+    return options.lora_base_dtype == "nf4"
 
 
 def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) -> bool:
@@ -197,6 +209,7 @@ def layout_of(
         ConfigError: as `holds_base_in_bfloat16`.
     """
     is_muon = options.optimizer == "muon"
+    frozen_bytes = NF4_BYTES if holds_base_in_nf4(options) else 2
     return TrainLayout(
         dp=dp,
         cp=cp,
@@ -205,7 +218,7 @@ def layout_of(
         zero_stage=3,
         optimizer_bytes=(1 if is_muon else 2) * moment_bytes(options.moments_dtype),
         vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype) if is_muon else 0,
-        frozen_weight_bytes=2 if holds_base_in_bfloat16(config, options) else 0,
+        frozen_weight_bytes=frozen_bytes if holds_base_in_bfloat16(config, options) else 0,
         vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
         fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),
     )

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from offbeat_engine_torch._formats import stays_in_float32
+from offbeat_engine_torch._layers.nf4 import Nf4Weight, packed_weights
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel, plain_name
-from offbeat_training import Box, CutTensor, num_elements, whole_box
+from offbeat_training import Box, CutTensor, num_elements, slices, whole_box
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -23,13 +24,14 @@ class Piece(CutTensor):
 
     Args:
         box: this rank's part.
-        local: the values in `box`; memory shared with the model.
+        local: the values in `box`, or the bytes that stand for them; memory shared with the model.
         parameter: as the model holds it; gradients arrive there. A buffer, which has none, where `shared`.
         owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
         shared: a buffer: nothing cuts or trains it, and every rank holds the same.
         in_float32: it is never rounded: see `stays_in_float32`.
         is_stack: of experts, which ranks of ep hold between them: `tp_dim` and `box_at` say ep where they say tp, and
             edp where they say dp.
+        packed: what the bytes of a frozen weight stand for; None for others.
     """
 
     box: Box
@@ -39,11 +41,29 @@ class Piece(CutTensor):
     shared: bool = False
     in_float32: bool = False
     is_stack: bool = False
+    packed: Nf4Weight | None = None
 
     @property
     def is_adapter(self) -> bool:
         """Return whether it is one side of a LoRA adapter."""
         return self.name.endswith(ADAPTER_SIDES)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the format of the values."""
+        return torch.bfloat16 if self.packed else self.local.dtype
+
+    def values(self) -> Tensor:
+        """Return the values in `box`: those of a frozen weight that is packed in memory of their own."""
+        return self.packed.unpack(self.local, self.box[0][0]) if self.packed else self.local
+
+    def fill(self, whole: Tensor) -> None:
+        """Take the values out of the whole tensor."""
+        if self.packed:
+            start, stop = self.box[0]
+            self.local.copy_(self.packed.pack(whole.to(self.local.device))[start:stop])
+        else:
+            self.local.copy_(whole[slices(self.box)])
 
     def take_gradient(self) -> Tensor | None:
         """Return the gradient of `local`, taken away from the model."""
@@ -89,15 +109,16 @@ def collect_gradients(pieces: Sequence[Piece], parameters: Mapping[str, nn.Param
 
 @torch.no_grad()
 def _pieces(model: CausalModel, places: Places, of_stacks: Places) -> Iterator[Piece]:
-    stays = stays_in_float32(model.whole)
+    stays, packed = stays_in_float32(model.whole), packed_weights(model.whole)
     for full_name, parameter in model.whole.named_parameters():
-        name, shape = plain_name(full_name), tuple(parameter.shape)
+        weight = packed.get(full_name)
+        name, shape = plain_name(full_name), tuple(parameter.shape) if weight is None else weight.shape
         is_stack = _cut_dim(parameter, "ep") is not None
         dp, tp = of_stacks if is_stack else places
         tp_dim = _cut_dim(parameter, "ep" if is_stack else "tp") if tp[1] > 1 else None
         box = CutTensor(name=name, shape=shape, tp_dim=tp_dim).box_at(dp=dp, tp=tp)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
-        assert tuple(local.shape) == tuple(stop - start for start, stop in box), name
+        assert weight or tuple(local.shape) == tuple(stop - start for start, stop in box), name
         owned = tp_dim is not None or tp[0] == 0
         yield Piece(
             name=name,
@@ -109,6 +130,7 @@ def _pieces(model: CausalModel, places: Places, of_stacks: Places) -> Iterator[P
             owned=owned,
             in_float32=stays(name),
             is_stack=is_stack,
+            packed=weight,
         )
     for name, buffer in _saved_buffers(model.whole):
         shape, kept = tuple(buffer.shape), stays(name)

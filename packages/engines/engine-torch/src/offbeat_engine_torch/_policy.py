@@ -17,7 +17,7 @@ from offbeat_core import ModelError, TrainEngineConfig, TrainSequence, check_tok
 from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
-from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16
+from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16, pack_layers
 from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recompute import recompute_layers
@@ -29,6 +29,7 @@ from offbeat_engine_torch._layout import (
     gathers_vocabulary_in_bfloat16,
     head_multiplies_in_bfloat16,
     holds_base_in_bfloat16,
+    holds_base_in_nf4,
 )
 from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._model import (
@@ -39,8 +40,8 @@ from offbeat_engine_torch._model import (
     load_model,
     outline_model,
 )
-from offbeat_engine_torch._parallel.ranks import Ranks
-from offbeat_engine_torch._parallel.sharding import free_gathered, shard_model
+from offbeat_engine_torch._parallel.ranks import Ranks, SingleRank
+from offbeat_engine_torch._parallel.sharding import fill_buffers, free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_mesh import Mesh
 from offbeat_training import (
@@ -214,6 +215,8 @@ def _load_whole(
 ) -> tuple[CausalModel, list[Piece]]:
     rounded: set[str] = set()
     if holds_base_in_bfloat16(config, options):
+        if holds_base_in_nf4(options):
+            return _load_packed(config, options, device)
         rounded = _rounded_names(_outline(config), config, options, device)
     model = load_model(
         config.model_path,
@@ -229,13 +232,35 @@ def _load_whole(
     return model, pieces
 
 
+def _load_packed(
+    config: TrainEngineConfig, options: TorchEngineOptions, device: Device
+) -> tuple[CausalModel, list[Piece]]:
+    """Pack one tensor of the files after the other: the device never holds the model in another format."""
+    model = _outline_frozen(config, options, device)
+    _choose_trained(model, config, options)
+    model.to_empty(device=device.torch_device)
+    model.whole.tie_weights()
+    fill_buffers(model.whole)
+    pieces = find_pieces(model)
+    _fill(model, pieces, config, SingleRank())
+    return model, pieces
+
+
+def _outline_frozen(config: TrainEngineConfig, options: TorchEngineOptions, device: Device) -> CausalModel:
+    """Build the model without memory for its weights, in the formats in which they will be held."""
+    model = _outline(config)
+    if holds_base_in_bfloat16(config, options):
+        hold_in_bfloat16(model, _rounded_names(model, config, options, device))
+        if holds_base_in_nf4(options):
+            pack_layers(model)
+    return model
+
+
 def _load_parts(
     config: TrainEngineConfig, options: TorchEngineOptions, device: Device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
-    model = _outline(config)
-    if holds_base_in_bfloat16(config, options):
-        hold_in_bfloat16(model, _rounded_names(model, config, options, device))
+    model = _outline_frozen(config, options, device)
     _choose_trained(model, config, options)
     shard_model(
         model,
@@ -255,11 +280,16 @@ def _load_parts(
     if mesh.axes["cp"] > 1:
         check_context_parallel(model.whole.config, mesh.axes["cp"])
         model.context = PackShare.of(mesh, num_heads=model.num_heads // tp.size)
-    folder = Path(config.model_path).expanduser()
+    _fill(model, pieces, config, ranks)
+    return model, pieces
+
+
+def _fill(model: CausalModel, pieces: list[Piece], config: TrainEngineConfig, ranks: Ranks) -> None:
+    """Give pieces their first values."""
     new = _new_weights(model, config)
     _copy(new, pieces)
-    read_weights(folder, [piece for piece in pieces if piece.name not in new], config, ranks)
-    return model, pieces
+    left = [piece for piece in pieces if piece.name not in new]
+    read_weights(Path(config.model_path).expanduser(), left, config, ranks)
 
 
 def _outline(config: TrainEngineConfig) -> CausalModel:
@@ -271,10 +301,10 @@ def _rounded_names(
 ) -> set[str]:
     """Return the names of the parameters that a frozen base holds in bfloat16; ModelError where there are none."""
     names = base_in_bfloat16(outline, rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device))
-    if not names and options.lora_base_dtype == "bfloat16":
+    if not names and options.lora_base_dtype != "auto":
         raise ModelError(
             f"{config.model_path}: {type(outline.whole).__name__} names no decoder layers, which lora_base_dtype = "
-            '"bfloat16" needs; leave the option "auto"'
+            f'"{options.lora_base_dtype}" needs; leave the option "auto"'
         )
     return names
 
@@ -307,7 +337,10 @@ def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfi
         is_plain = set(wanted) <= reader.names and all(reader.shape(name) == wanted[name].shape for name in wanted)
         if all(ranks.exchange(is_plain)):
             for name, piece in wanted.items():
-                piece.local.copy_(reader.read(name, piece.box))
+                if piece.packed:
+                    piece.fill(reader.read(name, ()))
+                else:
+                    piece.local.copy_(reader.read(name, piece.box))
             return
     found, problem = _convert(folder, wanted, config) if ranks.leader else ({}, "")
     if problem := ranks.exchange(problem)[0]:
@@ -324,7 +357,7 @@ def _convert(folder: Path, wanted: Mapping[str, Piece], config: TrainEngineConfi
             device=torch.device("cpu"),
             trust_remote_code=config.trust_remote_code,
             scores=config.head == "score",
-            in_bfloat16={name for name, piece in wanted.items() if piece.local.dtype == torch.bfloat16},
+            in_bfloat16={name for name, piece in wanted.items() if piece.dtype == torch.bfloat16},
         )
     except ModelError as error:
         return {}, str(error)

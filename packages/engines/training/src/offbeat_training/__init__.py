@@ -19,7 +19,7 @@ from offbeat_training._lora import (
 )
 from offbeat_training._losses import LossCalls, with_loss_tokens
 from offbeat_training._optimizers.clipped import ClippedAdamW, clip_gradients
-from offbeat_training._optimizers.moments import HeldMoments, moment_bytes
+from offbeat_training._optimizers.moments import HeldMoments, dynamic_codes, moment_bytes
 from offbeat_training._optimizers.muon import MUON_MOMENTS, Muon
 from offbeat_training._packing import (
     Family,
@@ -100,6 +100,7 @@ __all__ = [
     "check_adapter_folder",
     "clip_gradients",
     "describe_part",
+    "dynamic_codes",
     "find_damage",
     "fits_varlen",
     "idle_micro_batch",

@@ -56,7 +56,9 @@ class LoraLinear(nn.Module):
         Each product is in the format of autocast, or of its own weights: no copy of the frozen ones is made.
         """
         casts = not torch.is_autocast_enabled(x.device.type)
-        out: Tensor = self.lora_base(x.to(self.lora_base.weight.dtype) if casts else x)
+        weight = self.lora_base.weight
+        # Not to a format of bytes, which stand for others: a layer that holds them converts.
+        out: Tensor = self.lora_base(x.to(weight.dtype) if casts and weight.is_floating_point() else x)
         if self.active:
             low: Tensor = self.lora_B(self.lora_A(x.to(self.lora_A.weight.dtype) if casts else x))
             out = out + low * self.scale

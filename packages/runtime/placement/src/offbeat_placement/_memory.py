@@ -38,7 +38,7 @@ class TrainMemory:
     """Memory of a trainer's model, by how it is kept.
 
     Args:
-        weight_bytes: of one weight.
+        weight_bytes: of one weight; below 1, matrices are unpacked to compute with, those of a block at most at a time.
         held_vocabulary_bytes: of one weight of embedding and head, where they are held in another format.
         adapter_bytes: of one weight of an adapter.
         gradient_bytes: of one gradient.
@@ -63,7 +63,7 @@ class TrainMemory:
         fuses_recurrence: see `TrainLayout.fuses_recurrence`.
     """
 
-    weight_bytes: int = 4
+    weight_bytes: float = 4
     held_vocabulary_bytes: int = 0
     adapter_bytes: int = 4
     gradient_bytes: int = 4
@@ -98,6 +98,7 @@ class TrainMemory:
             "reference": weights if self.keeps_reference else 0,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
             "exchange": self._exchanged(shape),
+            "unpacked": shape.block_parameters * self.compute_bytes if self.weight_bytes < 1 else 0,
             "activations": self._activations(shape),
             "logits": self._logits(shape),
         }
@@ -111,9 +112,10 @@ class TrainMemory:
         gradient is copied to be added up; an embedding of its own is gathered there once more, with a gradient.
         """
         trains = not self.lora_rank
+        weight = min(self.compute_bytes, self.weight_bytes)
         of_others = shape.block_experts * (1 - 1 / self.expert_parallel)  # experts that other ranks compute
         block = shape.block_parameters - of_others
-        block *= 2 * self.compute_bytes + (self.compute_bytes + 4 if trains else 0)
+        block *= 2 * weight + (self.compute_bytes + 4 if trains else 0)
         of_vocabulary = self.vocabulary_bytes + (self.vocabulary_bytes + 4 if trains else 0)
         if not shape.is_tied:
             of_vocabulary += self.vocabulary_bytes + (self.vocabulary_bytes if trains else 0)

@@ -175,7 +175,7 @@ class TrainLayout:
     ep: int = 1
     zero_stage: int = 0
     weight_bytes: int = 4
-    frozen_weight_bytes: int = 0
+    frozen_weight_bytes: float = 0
     gradient_bytes: int = 4
     optimizer_bytes: float = 8
     vocabulary_optimizer_bytes: float = 0

@@ -13,11 +13,12 @@ R choices of all ranks that are computed here.
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 
 from offbeat_engine_torch._layers.exchange import LayerRanks, here
+from offbeat_engine_torch._layers.nf4 import Nf4Stack
 
 EXPERTS_NAME: Final = "offbeat_grouped"
 
@@ -47,7 +48,8 @@ def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_T
         weight_TK: of their outputs in the sum.
     """
     kind = hidden_TE.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    is_cast = torch.is_autocast_enabled(kind) or "nf4" in experts.__dict__
+    dtype = torch.get_autocast_dtype(kind) if is_cast else None
     ranks = ranks_of(experts)
     if ranks is not None:
         return _experts_of_ranks(experts, ranks, dtype, hidden_TE, expert_TK, weight_TK)
@@ -115,7 +117,15 @@ class _Seen:
 
     def __getattr__(self, name: str) -> Any:
         found = here(getattr(self._experts, name))
+        if packed := self._experts.__dict__.get("nf4", {}).get(name):
+            ranks = ranks_of(self._experts)
+            return Nf4Stack(found, packed, first=ranks.rank * len(found) if ranks else 0)
         return found.to(self._dtype) if self._dtype and isinstance(found, Tensor) else found
+
+
+def has_fused_experts(module: nn.Module) -> bool:
+    """Return whether a module is a layer of experts whose products are those of `grouped_experts`."""
+    return getattr(getattr(module, "config", None), "_experts_implementation", None) == EXPERTS_NAME
 
 
 class _Travel(torch.autograd.Function):

@@ -59,12 +59,12 @@ class SingleRank:
 
     def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
         """Return the tensor, which this rank holds whole, in its own format."""
-        return piece.local
+        return piece.values()
 
     def share_out(self, whole: Tensor | None, piece: Piece) -> None:
         """Copy it."""
         assert whole is not None
-        piece.local.copy_(whole[slices(piece.box)])
+        piece.fill(whole)
 
     def gather_shares(self, values: Floats, counts: Sequence[int]) -> list[Floats]:
         """Its own."""
@@ -96,15 +96,16 @@ class ShardedRanks(TrainerRanks):
         Each part is rounded to `dtype` before it is gathered; None, or where nothing is gathered: its own format.
         """
         group = self._rows if piece.tp_dim is None else self._all
+        local = piece.values()
         if group.size == 1 or piece.shared:
-            return piece.local
-        whole = piece.local.new_empty(piece.shape, dtype=dtype)
+            return local
+        whole = local.new_empty(piece.shape, dtype=dtype)
         boxes = [self._box_of(piece, rank) for rank in group.ranks]
         num_rows = boxes[0][0][1] - boxes[0][0][0]  # no rank has more than the first
         step = rows_at_once(num_rows, num_elements(boxes[0]) * whole.itemsize * group.size, on_cpu=whole.is_cpu)
         for start in range(0, num_rows, step):
             length = min(step, num_rows - start)
-            rows = piece.local[start : start + length].to(whole.dtype)
+            rows = local[start : start + length].to(whole.dtype)
             if len(rows) < length:
                 rows = torch.cat([rows, rows.new_zeros(length - len(rows), *rows.shape[1:])])
             for box, found in zip(boxes, group.all_gather(rows), strict=True):
@@ -115,10 +116,10 @@ class ShardedRanks(TrainerRanks):
 
     def share_out(self, whole: Tensor | None, piece: Piece) -> None:
         """Fill a parameter's piece on every rank out of the whole of it, which the leader alone has."""
-        sent = piece.local.new_empty(piece.shape)
+        sent = piece.local.new_empty(piece.shape, dtype=piece.dtype)
         if whole is not None:
             sent.copy_(whole)
-        piece.local.copy_(self._all.broadcast(sent)[slices(piece.box)])
+        piece.fill(self._all.broadcast(sent))
 
     def _box_of(self, piece: Piece, rank: int) -> Box:
         """Return what another rank holds of a parameter."""

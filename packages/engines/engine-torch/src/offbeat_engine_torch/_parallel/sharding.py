@@ -153,7 +153,7 @@ def shard_model(
     # `to_empty` has made each module a parameter of its own.
     model.whole.tie_weights()
     _shard_vocabulary(model, dp_mesh, autocast if rounds_vocabulary else None, kept)
-    _fill_buffers(model.whole)
+    fill_buffers(model.whole)
 
 
 def _shard_vocabulary(model: CausalModel, mesh: DeviceMesh, autocast: torch.dtype | None, kept: set[nn.Module]) -> None:
@@ -315,7 +315,7 @@ def _cut_vocabulary(model: CausalModel, tp: TensorParallel, mesh: DeviceMesh) ->
 
 
 @torch.no_grad()
-def _fill_buffers(whole: Any) -> None:
+def fill_buffers(whole: Any) -> None:
     """Compute what is not saved with the weights, such as rotary frequencies, as transformers itself does."""
     for module in whole.modules():
         if module._non_persistent_buffers_set:
