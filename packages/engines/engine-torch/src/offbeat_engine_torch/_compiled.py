@@ -163,6 +163,7 @@ def choose_compiled(
         "weights in NF4 are unpacked for each pass, of which compiled code might keep one for the other": bool(
             packed_weights(model.whole)
         ),
+        "the loss that balances experts reads what routers return": options.router_aux_loss > 0,
         "the gated delta rule reads as many blocks of rows as a pack has lengths": has_recurrence(model.whole),
         f"dtype = {config.dtype}: attention in bfloat16 alone is one call for packs of any length": (
             config.dtype != "bfloat16"

@@ -17,6 +17,7 @@ from offbeat_core import (
     ConfigError,
     Floats,
     LossFunction,
+    Metric,
     Metrics,
     OffbeatError,
     TrainEngineConfig,
@@ -33,6 +34,7 @@ from offbeat_engine_torch._checkpoint import (
     load_state,
     save_state,
 )
+from offbeat_engine_torch._layers.routers import Routers, statistics
 from offbeat_engine_torch._layout import TorchEngineOptions, arrange, check_optimizer, layout_of, plan_layout
 from offbeat_engine_torch._optimizer import make_optimizer
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
@@ -97,6 +99,12 @@ class TorchTrainEngine(StepCounts):
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)
         self._offloader = MemoryOffloader(device)
+        self._routers = Routers(
+            policy.model.whole,
+            policy.model.context.ranks if policy.model.context else None,
+            loss_weight=options.router_aux_loss,
+            bias_rate=options.router_bias_rate,
+        )
         self._reference: Policy | None = None
         self._bad_loss = False
         self._reduce_once: bool | None = None
@@ -154,7 +162,8 @@ class TorchTrainEngine(StepCounts):
 
         Returns:
             The loss function's metrics merged, and `loss` (their sum), `num_microbatches`, `packed_tokens` (computed),
-            `sequence_tokens` (what they stand for).
+            `sequence_tokens` (what they stand for). Of a mixture of experts also `router_max_load`,
+            `router_unused_experts`, and with option router_aux_loss the loss of that name, before its coefficient.
         """
         with_loss = with_loss_tokens(sequences)
         losses = LossCalls(with_loss, loss)
@@ -169,13 +178,15 @@ class TorchTrainEngine(StepCounts):
                     break
                 # After an error too: other ranks wait in this pass, and those that share the pack in its own shapes.
                 batch = self._policy.lay_out(with_loss, families) if families else idle_micro_batch()
-                logprobs, entropy, differing = self._policy.ask(batch, through_tower=tower)
-                self._backward(losses.of(batch, logprobs, entropy, differing), logprobs)
+                with self._routers.watching(batch, len(with_loss)):
+                    logprobs, entropy, differing = self._policy.ask(batch, through_tower=tower)
+                    self._routers.counted()
+                    self._backward(losses.of(batch, logprobs, entropy, differing), logprobs)
         losses.read()
         # Kept for `step`, in which all ranks refuse together.
         self._bad_loss |= losses.not_finite
         try:
-            return self._ranks.merge(losses.results, losses.failure)
+            return {**self._ranks.merge(losses.results, losses.failure), **self._routed()}
         except Exception:
             self._clear_gradients()  # of the ranks that did not fail
             raise
@@ -192,6 +203,8 @@ class TorchTrainEngine(StepCounts):
         self._offloader.require("step", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         norm = self._grad_norm()
         metrics = self._steps.take(norm, bad_loss=self._bad_loss)
+        if not metrics["steps_refused"].value:
+            self._routers.move_biases()
         self._clear_gradients()
         return metrics
 
@@ -308,7 +321,7 @@ class TorchTrainEngine(StepCounts):
 
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
-        for name in ("_policy", "_optimizer", "_steps", "_reference", "_offloader"):
+        for name in ("_policy", "_optimizer", "_steps", "_reference", "_offloader", "_routers"):
             self.__dict__.pop(name, None)
 
     @property
@@ -339,8 +352,21 @@ class TorchTrainEngine(StepCounts):
         """
         if value is not None and value.requires_grad:
             value.backward()  # type: ignore[no-untyped-call]
-        elif self._ranks.size > 1:
+        elif self._ranks.size > 1 or self._options.router_aux_loss:
             logprobs.backward(torch.zeros_like(logprobs))  # type: ignore[no-untyped-call]
+
+    def _routed(self) -> Metrics:
+        """Add up, over all ranks, what routers chose since the last call; keep it for the step."""
+        counts, loss = self._routers.take()
+        if not counts:
+            return {}
+        flat = self._ranks.add_up(torch.cat(counts))
+        counts = list(torch.split(flat, [len(each) for each in counts]))
+        self._routers.keep(counts)
+        found = statistics(counts)
+        if self._options.router_aux_loss and found:
+            found["router_aux_loss"] = Metric(value=float(self._ranks.add_up(loss)))
+        return found
 
     def _reduces_once(self) -> bool:
         """Return whether to add up gradients with the last micro-batch alone; the first call, of all ranks, chooses."""
@@ -375,6 +401,7 @@ class TorchTrainEngine(StepCounts):
         self._optimizer.clear()
         for piece in self._policy.pieces:
             piece.parameter.grad = None
+        self._routers.drop()
         self._bad_loss = False
 
     def _export(self, folder: Path) -> None:

@@ -55,16 +55,13 @@ def hold_biases_as_buffers(whole: nn.Module) -> None:
                 module.register_buffer(name, parameter.detach())
 
 
-ROUTER: Final = re.compile(r"(Router|Gate|Gating)$")
-"""Endings of the names of transformers' router classes."""
+_ROUTER: Final = re.compile(r"(Router|(?<!Forget)Gate|Gating)$")
+"""Endings of the names of transformers' router classes; a ForgetGate is of linear attention."""
 
 
-def is_router(path: str, module: nn.Module) -> bool:
-    """Return whether a module chooses experts, or weighs them: by its class, or its place where that is any layer."""
-    return bool(ROUTER.search(type(module).__name__)) or path.rpartition(".")[2] in ("gate", "router", _SHARED_GATE)
-
-
-_SHARED_GATE: Final = "shared_expert_gate"
+def is_router(module: nn.Module) -> bool:
+    """Return whether a module of a transformers model chooses experts."""
+    return bool(_ROUTER.search(type(module).__name__))
 
 
 def route_as_the_family(whole: Any) -> None:
@@ -77,7 +74,7 @@ def route_as_the_family(whole: Any) -> None:
     """
     stays, in_float32 = stays_in_float32(whole), dict[type, bool]()
     for path, module in whole.named_modules():
-        if ROUTER.search(type(module).__name__):
+        if is_router(module):
             kept = {name for name, _ in module.named_parameters() if stays(f"{path}.{name}")}
             module.forward = _Routing(module, kept, in_float32)
 

@@ -9,7 +9,7 @@ are discrete.
 """
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -42,6 +42,10 @@ def base_in_bfloat16(model: CausalModel, *, rounds_vocabulary: bool) -> set[str]
     }
 
 
+_ROUTERS: Final = ("gate", "router", "shared_expert_gate")
+"""Places of routers that are any linear layer, and of what weighs a shared expert."""
+
+
 def pack_layers(model: CausalModel) -> None:
     """Hold linear layers and fused experts of an outlined model's decoder layers in NF4.
 
@@ -50,7 +54,7 @@ def pack_layers(model: CausalModel) -> None:
     kept, layers = kept_in_float32(model), find_layers(model)
     within = {module for layer in layers for module in layer.modules()} - kept
     for path, module in model.whole.named_modules():
-        if module not in within or is_router(path, module):
+        if module not in within or is_router(module) or path.rpartition(".")[2] in _ROUTERS:
             continue
         stacks = has_fused_experts(module)
         for name, parameter in list(module.named_parameters(recurse=False)):

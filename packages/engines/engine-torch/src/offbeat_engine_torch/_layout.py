@@ -9,6 +9,7 @@ from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_sche
 from offbeat_device import Device, open_device
 from offbeat_engine_torch._layers.nf4 import NF4_BYTES
 from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
+from offbeat_engine_torch._layers.routers import check_balance
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import outline_model, read_config
 from offbeat_engine_torch._parallel.sharding import check_tensor_parallel
@@ -39,6 +40,18 @@ class TorchEngineOptions:
         "Ranks that hold the experts of each layer between them, whole, and send each other tokens; they are taken out "
         "of the data and context parallel ranks, which they divide.",
         ge=1,
+    )
+    router_aux_loss: float = setting(
+        0.0,
+        "Coefficient of the loss that balances the experts that each sequence chooses, in every layer: 0, as RL "
+        "leaves it, adds none, whatever the model's router_aux_loss_coef.",
+        ge=0,
+    )
+    router_bias_rate: float = setting(
+        0.0,
+        "What a step adds to a router's correction bias of experts that fewer tokens chose than the mean, and takes "
+        "from that of the others (DeepSeek-V3: 0.001 in pre-training); 0 leaves it.",
+        ge=0,
     )
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
@@ -159,7 +172,8 @@ def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) 
 
 
 def check_optimizer(config: TrainEngineConfig, options: TorchEngineOptions) -> None:
-    """Refuse Muon where adapters are all that is trained: they are no matrices for it, see `hidden_matrices`.
+    """Refuse Muon, and a rule for routers' biases, where adapters are all that is trained: they are no matrices for
+    Muon, see `hidden_matrices`, and a checkpoint of adapters holds no biases.
 
     Raises:
         ConfigError: with what to change.
@@ -168,6 +182,10 @@ def check_optimizer(config: TrainEngineConfig, options: TorchEngineOptions) -> N
         raise ConfigError(
             f'option optimizer = "muon" has no matrix to update with lora_rank = {config.lora_rank}: adapters are '
             'updated by AdamW; set lora_rank = 0, or optimizer = "adamw"'
+        )
+    if options.router_bias_rate and config.lora_rank:
+        raise ConfigError(
+            f"option router_bias_rate moves biases that lora_rank = {config.lora_rank} leaves as they are: set one to 0"
         )
 
 
@@ -190,11 +208,13 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
     if cp > 1:
         check_context_parallel(hf_config, cp)
-    if ep > 1:
-        outline = outline_model(
+    if ep > 1 or options.router_aux_loss or options.router_bias_rate:
+        whole = outline_model(
             config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
-        )
-        check_expert_parallel(outline.whole, ep)
+        ).whole
+        if ep > 1:
+            check_expert_parallel(whole, ep)
+        check_balance(whole, loss_weight=options.router_aux_loss, bias_rate=options.router_bias_rate)
     if limit := rotary_limit(hf_config):
         layout = replace(layout, max_sequence_tokens=limit.num_tokens, max_sequence_reason=limit.reason)
     return layout

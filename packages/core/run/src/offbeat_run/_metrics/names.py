@@ -212,6 +212,24 @@ METRIC_NAMES: Final = {
         MetricName("engine/grad_norm", "Norm of the gradient before clipping.", "", "gradient norm"),
         MetricName("engine/learning_rate", "Learning rate of the last optimizer step.", "", "learning rate"),
         MetricName(
+            "engine/router_max_load",
+            "Tokens of the expert that most chose, as a multiple of an even share; 1 is even.",
+            "",
+            "largest load of an expert",
+        ),
+        MetricName(
+            "engine/router_unused_experts",
+            "Experts that no token of the update chose, over all layers.",
+            "experts",
+            "experts without tokens",
+        ),
+        MetricName(
+            "engine/router_aux_loss",
+            "Loss that balances experts, before its coefficient; as many as a token chooses where they are even.",
+            "",
+            "loss of balance",
+        ),
+        MetricName(
             "engine/steps_refused",
             "Optimizer steps refused because the gradient was not finite.",
             "steps",

@@ -42,11 +42,14 @@ def grouped_experts(experts: Any, hidden_TE: Tensor, expert_TK: Tensor, weight_T
     """Return the sum of each token's experts, [T, E] in the format of `hidden_TE`: transformers' experts interface.
 
     Args:
-        experts: the layer, with the weights of its experts in one tensor per projection, and perhaps `ranks`.
+        experts: the layer, with the weights of its experts in one tensor per projection, and perhaps `ranks` and a
+            `watch` over their choices.
         hidden_TE: what experts read.
         expert_TK: int64, the experts that each token chose.
         weight_TK: of their outputs in the sum.
     """
+    if watch := getattr(experts, "watch", None):
+        weight_TK = watch.see(expert_TK, weight_TK)
     kind = hidden_TE.device.type
     is_cast = torch.is_autocast_enabled(kind) or "nf4" in experts.__dict__
     dtype = torch.get_autocast_dtype(kind) if is_cast else None

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from offbeat_core import ModelError, TrainSequence
-from offbeat_engine_torch._formats import ROUTER
+from offbeat_engine_torch._formats import is_router
 
 _TOPK: Final = (torch.topk, Tensor.topk)
 
@@ -32,7 +32,7 @@ class Routing:
     """
 
     def __init__(self, whole: nn.Module) -> None:
-        self._routers = [_Router(module) for module in whole.modules() if _is_router(type(module).__name__)]
+        self._routers = [_Router(module) for module in whole.modules() if is_router(module)]
         self.problem = "" if self._routers else "the model has no routers that this engine knows"
 
     @contextmanager
@@ -87,10 +87,6 @@ class Routing:
                 f"routes must be of {layers} layers with {width} of {num_experts} experts, as {family} has them: got "
                 f"{wrong.shape[1]} layers with {wrong.shape[2]} experts numbered up to {wrong.highest}"
             )
-
-
-def _is_router(name: str) -> bool:
-    return bool(ROUTER.search(name)) and not name.endswith("ForgetGate")  # of linear attention
 
 
 class _Router:

@@ -73,6 +73,10 @@ class SingleRank:
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
         """Do nothing: no gradient is partial."""
 
+    def add_up(self, counted: Tensor) -> Tensor:
+        """Its own."""
+        return counted
+
     def barrier(self) -> None:
         """Do nothing: there is no rank to wait for."""
 
@@ -136,6 +140,10 @@ class ShardedRanks(TrainerRanks):
             parts = torch.split(flat, [gradient.numel() for gradient in gradients])
             for gradient, part in zip(gradients, parts, strict=True):
                 gradient.copy_(part.view_as(gradient))
+
+    def add_up(self, counted: Tensor) -> Tensor:
+        """Add up, in place, what each share of tokens has counted: all tp ranks count the same."""
+        return self._rows.all_reduce(counted)
 
     def barrier(self) -> None:
         """Wait for all."""

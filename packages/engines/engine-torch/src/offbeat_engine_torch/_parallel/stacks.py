@@ -11,15 +11,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from offbeat_core import ConfigError
 from offbeat_engine_torch._layers.experts import ExpertParallel
+from offbeat_engine_torch._layers.routers import find_expert_layers
 from offbeat_mesh import Mesh
 
 
 def find_stacks(whole: nn.Module) -> list[nn.Module]:
-    """Return the layers of experts whose weights lie in one tensor per projection, [X, ...] for X experts.
-
-    They are those that transformers hands to the function of `experts_implementation`, and marks by this attribute.
-    """
-    return [module for module in whole.modules() if hasattr(module, "_is_expert_parallel")]
+    """Return the layers of experts whose weights lie in one tensor per projection, [X, ...] for X experts."""
+    return [layer for _, layer in find_expert_layers(whole)]
 
 
 def check_expert_parallel(whole: Any, size: int) -> None:
