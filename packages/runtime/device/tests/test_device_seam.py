@@ -7,7 +7,16 @@ import torch
 from torch.profiler import record_function
 
 from offbeat_core import ConfigError, TracePlan, available_devices, load_backend
-from offbeat_device import StepTracer, TraceFiles, _cuda, accelerator_kind, copy_to_device, open_device, rank_device
+from offbeat_device import (
+    StepTracer,
+    StreamLane,
+    TraceFiles,
+    _cuda,
+    accelerator_kind,
+    copy_to_device,
+    open_device,
+    rank_device,
+)
 from offbeat_device._cuda import CudaDevice
 
 
@@ -285,3 +294,83 @@ def test_a_copy_to_the_cpu_is_the_tensor_itself_and_one_to_another_kind_waits_fo
     monkeypatch.setattr(torch.Tensor, "to", lambda self, device, **how: asked.append((device, how)))
     copy_to_device(tensor, torch.device("xpu"))
     assert asked == [(torch.device("xpu"), {"non_blocking": True})]
+
+
+class Streams:
+    """Streams of a device as `torch.cuda` names them, which note what is queued on each, in order."""
+
+    def __init__(self):
+        self.queued, self.current = [], "compute"
+
+    def Stream(self, device):
+        return _Stream(self, f"lane of {device}")
+
+    def current_stream(self, device):
+        return _Stream(self, self.current)
+
+    def stream(self, stream):
+        runtime, before = self, self.current
+
+        class Entered:
+            def __enter__(self):
+                runtime.current = stream.name
+
+            def __exit__(self, *_):
+                runtime.current = before
+
+        return Entered()
+
+
+class _Stream:
+    def __init__(self, runtime, name):
+        self.runtime, self.name = runtime, name
+
+    def wait_stream(self, other):
+        self.runtime.queued.append((self.name, f"wait for {other.name}"))
+
+    def record_event(self):
+        event = f"event {len(self.runtime.queued)}"
+        self.runtime.queued.append((self.name, event))
+        return event
+
+    def wait_event(self, event):
+        self.runtime.queued.append((self.name, f"wait for {event}"))
+
+
+class Noting(torch.Tensor):
+    """A tensor that notes on which stream it is copied to."""
+
+    def copy_(self, source, non_blocking=False):
+        self.runtime.queued.append((self.runtime.current, f"copy, blocking {not non_blocking}"))
+        return super().copy_(source)
+
+
+def test_a_copy_on_a_lane_is_between_what_was_queued_before_it_and_what_waits_for_it():
+    runtime, to = Streams(), torch.zeros(3).as_subclass(Noting)
+    to.runtime = runtime
+    lane = StreamLane(runtime, torch.device("cuda", 0))
+    wait = lane.copy(to, torch.ones(3))
+    assert runtime.queued == [
+        ("lane of cuda:0", "wait for compute"),
+        ("lane of cuda:0", "copy, blocking False"),
+        ("lane of cuda:0", "event 2"),
+    ]
+    wait()
+    assert runtime.queued[3:] == [("compute", "wait for event 2")]
+
+
+def test_a_processor_copies_at_once():
+    to = torch.zeros(3)
+    open_device("cpu").copy_lane().copy(to, torch.ones(3))
+    assert to.sum() == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_a_gpu_copies_beside_what_it_computes():
+    device = open_device("cuda:0")
+    lane, host = device.copy_lane(), device.pinned_memory(4 * 2**20).view(torch.float32)
+    here = torch.ones(2**20, device=device.torch_device)
+    lane.copy(host, here)()
+    here += 1
+    lane.copy(here, host)()
+    assert float((here * 2).sum()) == 2 * 2**20

@@ -20,7 +20,7 @@ from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16, pack_layers
 from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
-from offbeat_engine_torch._layers.recompute import recompute_layers
+from offbeat_engine_torch._layers.recompute import OffloadedInputs, recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
@@ -186,7 +186,9 @@ def make_policy(
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         compiled = choose_compiled(model, config, options, device, kernel, ranks)
         if config.activation_checkpointing:
-            recompute_layers(model.whole)
+            recompute_layers(model.whole, OffloadedInputs(device) if options.offload_activations else None)
+        elif options.offload_activations and ranks.leader:
+            log.warning("option offload_activations does nothing where activation_checkpointing is false")
         is_rounded = (mesh is not None and mesh.group("dp", "cp").size > 1) or holds_base_in_bfloat16(config, options)
         read_in = FORMATS[config.dtype] if is_rounded else None
         with model.routing.watch():

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 
 from offbeat_core import BackendError, EngineNeeds
-from offbeat_device import AttendedTokens, DeviceMemory, MaskedAttention, Profiler
+from offbeat_device import AttendedTokens, DeviceMemory, MaskedAttention, Profiler, StreamLane
 from offbeat_npu._attention import shape_attention
 from offbeat_npu._environment import (
     NOTHING_INSTALLED,
@@ -97,6 +97,10 @@ class NpuDevice:
     def copy_to_host(self, tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
         copied = tensor.to("cpu", copy=True)
         return lambda: copied
+
+    def copy_lane(self) -> StreamLane:
+        """Return a lane on a stream of torch_npu's, whose names are those of `torch.cuda`."""
+        return StreamLane(self._runtime, self.torch_device)
 
     def work_graphs(self) -> None:
         """None yet: torch_npu's graphs were not tried."""

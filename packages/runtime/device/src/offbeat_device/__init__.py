@@ -9,9 +9,10 @@ from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
     from offbeat_device._compiling import compiled, prepare_compiler
-    from offbeat_device._cuda import copy_to_device
+    from offbeat_device._cuda import StreamLane, copy_to_device
     from offbeat_device._device import (
         AttendedTokens,
+        CopyLane,
         Device,
         DeviceMemory,
         MaskedAttention,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttendedTokens",
+    "CopyLane",
     "Device",
     "DeviceMemory",
     "MaskedAttention",
@@ -34,6 +36,7 @@ __all__ = [
     "Profiler",
     "StableMemory",
     "StepTracer",
+    "StreamLane",
     "TraceFiles",
     "WorkGraphs",
     "accelerator_kind",
@@ -48,10 +51,10 @@ __getattr__, __dir__ = load_lazily(
     __name__,
     {
         "_compiling": "compiled prepare_compiler",
-        "_cuda": "copy_to_device",
+        "_cuda": "copy_to_device StreamLane",
         "_device": (
-            "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
-            "StableMemory WorkGraphs"
+            "accelerator_kind AttendedTokens CopyLane Device DeviceMemory MaskedAttention open_device Profiler "
+            "rank_device StableMemory WorkGraphs"
         ),
         "_offload": "MemoryOffloader",
         "_tracing": "StepTracer TraceFiles",

@@ -83,6 +83,9 @@ class CpuDevice:
         copied = tensor.clone()
         return lambda: copied
 
+    def copy_lane(self) -> "HostLane":
+        return HostLane()
+
     def work_graphs(self) -> None:
         """A CPU is done with each operator when it returns: nothing is gained by repeating them."""
 
@@ -108,6 +111,14 @@ class CpuDevice:
 
     def prepare(self, library: str, settings: Mapping[str, Any]) -> None:
         """Nothing to patch."""
+
+
+class HostLane:
+    """Copies within main memory, each done at once."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        to.copy_(source)
+        return lambda: None
 
 
 class HostPages:

@@ -104,6 +104,9 @@ class CudaDevice:
 
         return wait
 
+    def copy_lane(self) -> "StreamLane":
+        return StreamLane(torch.cuda, self.torch_device)
+
     def work_graphs(self) -> "CudaGraphs":
         return CudaGraphs(self.torch_device)
 
@@ -163,6 +166,27 @@ def _memory_of_all(nvml: Any) -> list[int]:
         return found
     finally:
         nvml.nvmlShutdown()
+
+
+class StreamLane:
+    """A stream of its own for copies.
+
+    Args:
+        runtime: with streams and events: `torch.cuda`, or a plugin's module with the same names.
+        device: with an index.
+    """
+
+    def __init__(self, runtime: Any, device: torch.device) -> None:
+        self._runtime, self._device = runtime, device
+        self._stream = runtime.Stream(device)
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        runtime, device = self._runtime, self._device
+        self._stream.wait_stream(runtime.current_stream(device))
+        with runtime.stream(self._stream):
+            to.copy_(source, non_blocking=True)
+            done = self._stream.record_event()
+        return lambda: runtime.current_stream(device).wait_event(done)
 
 
 class CudaGraphs:

@@ -81,6 +81,17 @@ class StableMemory(Protocol):
         """Give the memory back, and lose what it holds, once queued work is done; nothing where it is away."""
 
 
+class CopyLane(Protocol):
+    """Copies between a device and main memory, one after the other, beside what the device computes."""
+
+    def copy(self, to: torch.Tensor, source: torch.Tensor) -> Callable[[], None]:
+        """Queue a copy behind all that the caller has queued on the device so far.
+
+        Returns:
+            Lets what the caller queues next wait for the copy. Until then neither tensor may be written to or let go.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class AttendedTokens:
     """Sequences of a micro-batch, one after the other, and the queries of them that a rank holds.
@@ -194,6 +205,9 @@ class Device(Protocol):
         Returns:
             Waits for the copy, in main memory; what is done to the tensor later does not show in it.
         """
+
+    def copy_lane(self) -> CopyLane:
+        """Return a new lane for copies, which run beside each other only on lanes of their own."""
 
     def work_graphs(self) -> WorkGraphs | None:
         """Return a place for recorded work; None on a platform that cannot record any."""

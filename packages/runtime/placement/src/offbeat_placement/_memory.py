@@ -56,6 +56,7 @@ class TrainMemory:
             too (FSDP). Source: arXiv:1910.02054, figure 1.
         tokens: of one micro-batch on one rank.
         recomputes: activations are recomputed block by block in the backward pass.
+        offloads_inputs: of the inputs of blocks that are recomputed those of two are on the device at a time.
         keeps_reference: a frozen copy of the first policy is held too.
         lora_rank: of adapters on all linear layers of the blocks; 0 trains all weights.
         head_tokens: tokens whose logits exist at the same time; 0: all of the micro-batch.
@@ -79,6 +80,7 @@ class TrainMemory:
     zero_stage: int = 3
     tokens: int = 8192
     recomputes: bool = False
+    offloads_inputs: bool = False
     keeps_reference: bool = False
     lora_rank: int = 0
     head_tokens: int = 0
@@ -171,7 +173,8 @@ class TrainMemory:
         """Return what the forward pass keeps for the backward pass."""
         kept = block_bytes(shape, self.compute_bytes, fuses_recurrence=self.fuses_recurrence)
         blocks = [num_bytes / self.tensor_parallel for num_bytes in kept]
-        inputs = shape.num_layers * shape.hidden * self.compute_bytes / self.pipeline_parallel
+        num_inputs = shape.num_layers / self.pipeline_parallel
+        inputs = (min(num_inputs, 2) if self.offloads_inputs else num_inputs) * shape.hidden * self.compute_bytes
         of_token = inputs + max(blocks) if self.recomputes else sum(blocks) / self.pipeline_parallel
         # A pipeline's first rank holds as many micro-batches as there are stages.
         return self.tokens * of_token * self.pipeline_parallel
@@ -375,6 +378,7 @@ def train_memory(
         zero_stage=layout.zero_stage,
         tokens=engine.max_tokens_per_microbatch // layout.cp,
         recomputes=engine.activation_checkpointing,
+        offloads_inputs=layout.offloads_inputs,
         keeps_reference=keeps_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,
         head_tokens=max(16, head_bytes // (4 * shape.vocabulary)),

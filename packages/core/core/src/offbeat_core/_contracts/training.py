@@ -160,6 +160,7 @@ class TrainLayout:
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
+        offloads_inputs: inputs of layers, where these are recomputed, wait in main memory for the backward pass.
         fuses_recurrence: layers with the gated delta rule compute with kernels that keep little but their inputs for
             the backward pass, on devices other than processors.
         kernels: description of what computes on the device, where the backend has a choice.
@@ -181,6 +182,7 @@ class TrainLayout:
     vocabulary_optimizer_bytes: float = 0
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
+    offloads_inputs: bool = False
     fuses_recurrence: bool = False
     kernels: str = field(default="", compare=False)
     max_sequence_tokens: int = 0
