@@ -66,15 +66,19 @@ BILLIONS = {
 
 @dataclass(frozen=True)
 class Trained:
-    """Weights that train, bytes of the moments of each, and of one that does not."""
+    """Weights that train, bytes of the moments of each, and of one that does not; what waits in main memory."""
 
     lora_rank: int = 0
     frozen_bytes: float = 2
+    offloads: bool = False
     moment_bytes: float = 8
 
 
 WHAT = {"all": Trained(), "all, 8-bit moments": Trained(moment_bytes=2.03), "LoRA": Trained(lora_rank=16)}
+WHAT["all, offloaded"] = Trained(offloads=True)
+WHAT["LoRA, offloaded"] = Trained(lora_rank=16, offloads=True)
 WHAT["QLoRA"] = Trained(lora_rank=16, frozen_bytes=0.516)
+WHAT["QLoRA, offloaded"] = Trained(lora_rank=16, frozen_bytes=0.516, offloads=True)
 
 
 def bytes_of_rank(
@@ -94,6 +98,8 @@ def bytes_of_rank(
         vocabulary_bytes=2,
         frozen_weight_bytes=trained.frozen_bytes if trained.lora_rank else 0,
         optimizer_bytes=trained.moment_bytes,
+        offloads_inputs=trained.offloads,
+        offloads_optimizer=trained.offloads,
         fuses_recurrence=True,
     )
     return train_memory(engine, layout, shape, on_cpu=False).estimate(shape).num_bytes

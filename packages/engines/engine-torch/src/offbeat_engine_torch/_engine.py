@@ -94,7 +94,7 @@ class TorchTrainEngine(StepCounts):
         self.config = config
         self.temperature = options.temperature
         self._options, self._device, self._policy, self._ranks, self._mesh = options, device, policy, ranks, mesh
-        self._optimizer = make_optimizer(policy, config, options, ranks)
+        self._optimizer = make_optimizer(policy, config, options, device, ranks)
         self._partial = partial_gradients(policy.model)
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)

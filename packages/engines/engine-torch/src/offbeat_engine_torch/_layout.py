@@ -81,6 +81,11 @@ class TorchEngineOptions:
         "a row. Of vectors, and of matrices of fewer than 4096 weights, AdamW's stay float32.",
         choices=("float32", "bfloat16", "int8"),
     )
+    offload_optimizer: bool = setting(
+        False,
+        "Moments wait in main memory, and pass through the device in each step, one parameter after the other. No "
+        "result changes.",
+    )
     offload_activations: bool = setting(
         False,
         "With activation_checkpointing, inputs of layers wait in main memory for the backward pass: the device holds "
@@ -245,6 +250,7 @@ def layout_of(
         vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype) if is_muon else 0,
         frozen_weight_bytes=frozen_bytes if holds_base_in_bfloat16(config, options) else 0,
         vocabulary_bytes=2 if gathers_vocabulary_in_bfloat16(config, options, device) else 4,
+        offloads_optimizer=options.offload_optimizer,
         offloads_inputs=options.offload_activations,
         fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),
     )

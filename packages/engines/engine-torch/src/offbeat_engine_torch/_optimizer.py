@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig
+from offbeat_device import Device, StreamedMemory
 from offbeat_engine_torch._layout import TorchEngineOptions
 from offbeat_engine_torch._model import ADAPTER_SIDES, CausalModel, plain_name
 from offbeat_engine_torch._parallel.ranks import Ranks
@@ -16,9 +17,10 @@ from offbeat_training import MUON_MOMENTS, ClippedAdamW, HeldMoments, Muon
 
 
 def make_optimizer(
-    policy: Policy, config: TrainEngineConfig, options: TorchEngineOptions, ranks: Ranks
+    policy: Policy, config: TrainEngineConfig, options: TorchEngineOptions, device: Device, ranks: Ranks
 ) -> ClippedAdamW:
     """Make the optimizer of the weights that a policy trains."""
+    stream = StreamedMemory(device) if options.offload_optimizer else None
     parameters = trained_parameters(policy.pieces)
     return ClippedAdamW(
         parameters,
@@ -26,7 +28,8 @@ def make_optimizer(
         moments=options.moments_dtype,
         places={piece.name: (piece.shape, piece.box) for piece in policy.pieces},
         fused=policy.is_compiled,
-        muon=_make_muon(policy, parameters, config, options, ranks) if options.optimizer == "muon" else None,
+        muon=_make_muon(policy, parameters, config, options, ranks, stream) if options.optimizer == "muon" else None,
+        stream=stream,
     )
 
 
@@ -36,12 +39,17 @@ def _make_muon(
     config: TrainEngineConfig,
     options: TorchEngineOptions,
     ranks: Ranks,
+    stream: StreamedMemory | None,
 ) -> Muon:
     names = hidden_matrices(policy.model)
     pieces = {each.name: each for each in policy.pieces if each.name in names and each.parameter.requires_grad}
     places = {name: (piece.shape, piece.box) for name, piece in pieces.items()}
     held = HeldMoments(
-        {name: each for name, each in parameters.items() if name in pieces}, places, MUON_MOMENTS, options.moments_dtype
+        {name: each for name, each in parameters.items() if name in pieces},
+        places,
+        MUON_MOMENTS,
+        options.moments_dtype,
+        stream,
     )
 
     def gather(name: str, part: Tensor | None) -> Tensor:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         rank_device,
     )
     from offbeat_device._offload import MemoryOffloader
+    from offbeat_device._streaming import StreamedMemory
     from offbeat_device._tracing import StepTracer, TraceFiles
 
 __all__ = [
@@ -37,6 +38,7 @@ __all__ = [
     "StableMemory",
     "StepTracer",
     "StreamLane",
+    "StreamedMemory",
     "TraceFiles",
     "WorkGraphs",
     "accelerator_kind",
@@ -57,6 +59,7 @@ __getattr__, __dir__ = load_lazily(
             "rank_device StableMemory WorkGraphs"
         ),
         "_offload": "MemoryOffloader",
+        "_streaming": "StreamedMemory",
         "_tracing": "StepTracer TraceFiles",
     },
 )

@@ -83,7 +83,9 @@ class MemoryOffloader:
         except OffbeatError:
             part.restore()
             raise
-        part.dropped = [(storage, storage.nbytes()) for storage in _distinct(each.untyped_storage() for each in drop)]
+        part.dropped = [
+            (storage, storage.nbytes()) for storage in distinct_storages(each.untyped_storage() for each in drop)
+        ]
         for storage, _ in part.dropped:
             storage.resize_(0)
         self._away[tag] = part
@@ -151,7 +153,7 @@ class MemoryOffloader:
             sizes = [storage.nbytes() for storage in storages]
             values = self._pinned_memory(place, sum(sizes)).split(sizes)  # type: ignore[no-untyped-call]
             for value, storage in zip(values, storages, strict=True):
-                value.copy_(_bytes_of(storage), non_blocking=True)
+                value.copy_(bytes_of(storage), non_blocking=True)
             self._device.synchronize()
             part.values += values
         part.kept += [(storage, storage.nbytes()) for storage in storages]
@@ -197,12 +199,12 @@ class _Offloaded:
             if self.file is not None:
                 _fill(storage, self.file)
             else:
-                _bytes_of(storage).copy_(self.values[place], non_blocking=True)
+                bytes_of(storage).copy_(self.values[place], non_blocking=True)
         if self.file is not None:
             self.file.close()
 
 
-def _distinct(storages: Iterable[UntypedStorage]) -> list[UntypedStorage]:
+def distinct_storages(storages: Iterable[UntypedStorage]) -> list[UntypedStorage]:
     """Return those that hold something, each once."""
     return list({storage.data_ptr(): storage for storage in storages if storage.nbytes()}.values())
 
@@ -215,7 +217,7 @@ def _storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
                 f"the memory of a tensor of shape {tuple(tensor.shape)} cannot be emptied: it belongs to a file or was "
                 "shown to numpy; clone it first, or name it among the engine's own"
             )
-    return _distinct(tensor.untyped_storage() for tensor in held)
+    return distinct_storages(tensor.untyped_storage() for tensor in held)
 
 
 def _emptiable_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
@@ -233,10 +235,11 @@ def _emptiable_storages(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
             own.copy_(storage)
         fresh = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         tensor.data = fresh.set_(own, tensor.storage_offset(), tensor.shape, tensor.stride())
-    return _distinct(tensor.untyped_storage() for tensor in held)
+    return distinct_storages(tensor.untyped_storage() for tensor in held)
 
 
-def _bytes_of(storage: UntypedStorage) -> Tensor:
+def bytes_of(storage: UntypedStorage) -> Tensor:
+    """Return all of a storage as [num_bytes] uint8."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -56,6 +56,7 @@ class TrainMemory:
             too (FSDP). Source: arXiv:1910.02054, figure 1.
         tokens: of one micro-batch on one rank.
         recomputes: activations are recomputed block by block in the backward pass.
+        offloads_optimizer: of the optimizer's state that of two parameters is on the device at a time.
         offloads_inputs: of the inputs of blocks that are recomputed those of two are on the device at a time.
         keeps_reference: a frozen copy of the first policy is held too.
         lora_rank: of adapters on all linear layers of the blocks; 0 trains all weights.
@@ -80,6 +81,7 @@ class TrainMemory:
     zero_stage: int = 3
     tokens: int = 8192
     recomputes: bool = False
+    offloads_optimizer: bool = False
     offloads_inputs: bool = False
     keeps_reference: bool = False
     lora_rank: int = 0
@@ -143,6 +145,10 @@ class TrainMemory:
         num_bytes = self._trained(shape, 1) * self.optimizer_bytes
         if self.vocabulary_optimizer_bytes and not self.lora_rank:
             num_bytes += self._vocabulary(shape, 1) * (self.vocabulary_optimizer_bytes - self.optimizer_bytes)
+        if self.offloads_optimizer:  # no two parameters are larger than embedding and a block
+            share = self.tensor_parallel * self._share(1, self.data_parallel)
+            of_vocabulary = shape.vocabulary * shape.hidden * (self.vocabulary_optimizer_bytes or self.optimizer_bytes)
+            num_bytes = min(num_bytes, (of_vocabulary + shape.block_parameters * self.optimizer_bytes) / share)
         return num_bytes
 
     def _vocabulary(self, shape: ModelShape, stage: int) -> float:
@@ -378,6 +384,7 @@ def train_memory(
         zero_stage=layout.zero_stage,
         tokens=engine.max_tokens_per_microbatch // layout.cp,
         recomputes=engine.activation_checkpointing,
+        offloads_optimizer=layout.offloads_optimizer,
         offloads_inputs=layout.offloads_inputs,
         keeps_reference=keeps_reference and not engine.lora_rank,
         lora_rank=engine.lora_rank,

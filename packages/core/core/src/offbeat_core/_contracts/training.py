@@ -160,6 +160,7 @@ class TrainLayout:
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
+        offloads_optimizer: the optimizer's state waits in main memory, and passes through the device in each step.
         offloads_inputs: inputs of layers, where these are recomputed, wait in main memory for the backward pass.
         fuses_recurrence: layers with the gated delta rule compute with kernels that keep little but their inputs for
             the backward pass, on devices other than processors.
@@ -182,6 +183,7 @@ class TrainLayout:
     vocabulary_optimizer_bytes: float = 0
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
+    offloads_optimizer: bool = False
     offloads_inputs: bool = False
     fuses_recurrence: bool = False
     kernels: str = field(default="", compare=False)
@@ -204,7 +206,9 @@ class TrainLayout:
         ]
         if trains_all:
             parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
-        shares = ((size, self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts)
+        shares = (
+            (size, self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts
+        )
         return sum(int(whole * size // share) for size, share in shares)
 
     def __str__(self) -> str:

@@ -37,9 +37,8 @@ class NarrowAdamW:
     def step(self, rate: float) -> None:
         """Update every parameter that has a gradient."""
         numbers: dict[tuple[int, torch.device], Tensor] = {}
-        for name, parameter in self.held.parameters.items():
-            if parameter.grad is None:
-                continue
+        for name, parameter in self.held.with_gradients():
+            assert parameter.grad is not None
             state = self.held.of(name)
             state.steps += 1
             key = (state.steps, parameter.device)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from offbeat_core import TrainEngineConfig, learning_rate_at
+from offbeat_device import StreamedMemory
 from offbeat_training._optimizers.adamw import NarrowAdamW
 from offbeat_training._optimizers.moments import HeldMoments, is_small
 from offbeat_training._optimizers.muon import MUON_MOMENTS, Muon
@@ -25,6 +26,7 @@ class ClippedAdamW:
         places: shape of the whole of each parameter, and the box of it that this rank has; None: all have the whole.
         fused: compile the update of narrower moments.
         muon: updates the parameters that it holds, which AdamW then leaves alone; made for the same step.
+        stream: brings moments to the device for the update of their parameter alone; None: they stay there.
     """
 
     def __init__(
@@ -36,14 +38,16 @@ class ClippedAdamW:
         places: Mapping[str, tuple[Sequence[int], Box]] | None = None,
         fused: bool = False,
         muon: Muon | None = None,
+        stream: StreamedMemory | None = None,
     ) -> None:
+        self._stream = stream
         self.parameters = dict(parameters)
         self.config = config
         self.steps_taken = 0
         places = places or {name: (p.shape, whole_box(p.shape)) for name, p in self.parameters.items()}
         left = {name: p for name, p in self.parameters.items() if muon is None or name not in muon.held.parameters}
         narrow = {name: p for name, p in left.items() if moments != "float32" and not is_small(places[name][0])}
-        self._narrow = NarrowAdamW(HeldMoments(narrow, places, MOMENTS, moments), config, fused=fused)
+        self._narrow = NarrowAdamW(HeldMoments(narrow, places, MOMENTS, moments, stream), config, fused=fused)
         self._muon = muon
         self._held = [self._narrow.held, *([muon.held] if muon else [])]
         plain = [parameter for name, parameter in left.items() if name not in narrow]
@@ -88,11 +92,33 @@ class ClippedAdamW:
         clip_gradients(grads, grad_norm, self.config.max_grad_norm)
         for group in self._adam.param_groups:
             group["lr"] = self.learning_rate
-        self._adam.step()
+        self._step_plain()
         self._narrow.step(self.learning_rate)
         if self._muon:
             self._muon.step(self.learning_rate)
         self.steps_taken += 1
+
+    def _step_plain(self) -> None:
+        """Update what torch's AdamW updates: all at once, or one parameter after the other, which is the same."""
+        groups = self._adam.param_groups
+        if self._stream is None:
+            self._adam.step()
+            return
+        whole = [group["params"] for group in groups]
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        order = [names[each] for parameters in whole for each in parameters if each.grad is not None]
+        try:
+            for name in self._stream.through(order, self._plain_memory):
+                for group, parameters in zip(groups, whole, strict=True):
+                    group["params"] = [each for each in parameters if each is self.parameters[name]]
+                self._adam.step()
+        finally:
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def _plain_memory(self, name: str) -> list[Tensor]:
+        state = self._adam.state.get(self.parameters[name], {})
+        return [state[moment] for moment in MOMENTS if moment in state]
 
     def clear(self) -> None:
         """Drop all gradients."""
@@ -115,7 +141,12 @@ class ClippedAdamW:
         if held := self._holder(name):
             return held.read(name)
         state = self._adam.state[self.parameters[name]]
-        return {key: state[key] for key in MOMENTS}
+        if self._stream is None:
+            return {key: state[key] for key in MOMENTS}
+        found = {}
+        for _ in self._stream.through([name], self._plain_memory):
+            found = {key: state[key].clone() for key in MOMENTS}
+        return found
 
     def moments(self) -> list[Tensor]:
         """Return the memory of all moments there are."""
@@ -128,12 +159,17 @@ class ClippedAdamW:
         self._adam.state.clear()
         for held in self._held:
             held.clear()
+        if self._stream:
+            self._stream.forget()
         for name, steps, state in states:
             parameter = self.parameters.get(name)
             if holder := self._holder(name):
                 holder.load(name, state, steps)
             elif parameter is not None:
                 self._adam.state[parameter] = {"step": torch.tensor(steps, device=parameter.device), **state}
+                if self._stream:
+                    for _ in self._stream.through([name], self._plain_memory):
+                        pass  # used once, it goes where it waits
 
     def _holder(self, name: str) -> HeldMoments | None:
         """Return what holds the moments of a parameter; None for torch's AdamW."""

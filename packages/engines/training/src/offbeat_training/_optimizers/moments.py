@@ -6,7 +6,7 @@ on how ranks have cut that tensor by rows, so that ranks hold what one process h
 Shapes: R rows of one tensor, its last dimension but all others flattened; C columns; B blocks of a row.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol, TypeVar
 from zlib import crc32
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from offbeat_device import StreamedMemory
 from offbeat_training._tensor_files import Box
 
 SMALL_NUMEL: Final = 4096
@@ -225,6 +226,7 @@ class HeldMoments:
         places: shape of the whole of each, and the box of it that the parameter is.
         names: of the moments of each parameter.
         dtype: float32, bfloat16 or int8.
+        stream: brings moments to the device where they are used; None: there they are.
     """
 
     def __init__(
@@ -233,11 +235,22 @@ class HeldMoments:
         places: Mapping[str, tuple[Sequence[int], Box]],
         names: Sequence[str],
         dtype: str,
+        stream: StreamedMemory | None = None,
     ) -> None:
+        self._stream = stream
         self.parameters, self.names = dict(parameters), tuple(names)
         self._places, self._dtype = places, dtype
         self._states: dict[str, MomentState] = {}
         self._formats: dict[torch.device, tuple[MomentFormat, ...]] = {}
+
+    def with_gradients(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Iterate over names and parameters that have a gradient, each while its moments can be used."""
+        names = [name for name, parameter in self.parameters.items() if parameter.grad is not None]
+        return ((name, self.parameters[name]) for name in self.through(names))
+
+    def through(self, names: Iterable[str]) -> Iterator[str]:
+        """Iterate over names, each while its moments, if there are any, can be used."""
+        return self._stream.through(names, self._memory_of) if self._stream else iter(names)
 
     def of(self, name: str) -> MomentState:
         """Return the moments of a parameter; zeros at first."""
@@ -253,21 +266,23 @@ class HeldMoments:
         """Return the moments of a parameter, in its shape, float32."""
         parameter, state = self.parameters[name], self._states[name]
         found = {each: torch.empty(parameter.shape, device=parameter.device) for each in self.names}
-        for values, form, held in zip(found.values(), state.formats, state.moments, strict=True):
-            rows = rows_of(values)
-            for start, stop in chunks(rows):
-                rows[start:stop] = form.read(tuple(each[start:stop] for each in held))
+        for _ in self.through([name]):
+            for values, form, held in zip(found.values(), state.formats, state.moments, strict=True):
+                rows = rows_of(values)
+                for start, stop in chunks(rows):
+                    rows[start:stop] = form.read(tuple(each[start:stop] for each in held))
         return found
 
     @torch.no_grad()
     def load(self, name: str, moments: Mapping[str, Tensor], steps: float) -> None:
         """Hold the moments of a parameter: what `read` gave as it was, other numbers as the nearest."""
-        state = self._begin(name)
-        state.steps = int(steps)
-        for each, form, held in zip(self.names, state.formats, state.moments, strict=True):
-            rows = rows_of(moments[each].contiguous())
-            for start, stop in chunks(rows):
-                form.write(tuple(part[start:stop] for part in held), rows[start:stop])
+        for _ in self.through([name]):
+            state = self._begin(name)
+            state.steps = int(steps)
+            for each, form, held in zip(self.names, state.formats, state.moments, strict=True):
+                rows = rows_of(moments[each].contiguous())
+                for start, stop in chunks(rows):
+                    form.write(tuple(part[start:stop] for part in held), rows[start:stop])
 
     def clear(self) -> None:
         """Forget all moments."""
@@ -275,7 +290,11 @@ class HeldMoments:
 
     def memory(self) -> Iterator[Tensor]:
         """Iterate over the memory of all moments."""
-        return (each for state in self._states.values() for held in state.moments for each in held)
+        return (each for name in self._states for each in self._memory_of(name))
+
+    def _memory_of(self, name: str) -> Iterator[Tensor]:
+        state = self._states.get(name)
+        return (each for held in (state.moments if state else ()) for each in held)
 
     def _begin(self, name: str) -> MomentState:
         parameter = self.parameters[name]

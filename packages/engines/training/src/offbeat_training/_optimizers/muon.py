@@ -65,9 +65,8 @@ class Muon:
         """Update every matrix that has a gradient on any rank."""
         mine = [name for name, parameter in self.held.parameters.items() if parameter.grad is not None]
         wanted = set().union(*self._exchange(mine))
-        for name, (shape, box) in self._places.items():
-            if name not in wanted:
-                continue
+        for name in self.held.through([name for name in self._places if name in wanted]):
+            shape, box = self._places[name]
             parameter = self.held.parameters.get(name)
             part = None if parameter is None else self._blend(name, parameter)
             whole = self._gather(name, part) if name in self._shared else part
