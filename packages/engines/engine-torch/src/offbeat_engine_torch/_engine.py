@@ -35,7 +35,14 @@ from offbeat_engine_torch._checkpoint import (
     save_state,
 )
 from offbeat_engine_torch._layers.routers import Routers, statistics
-from offbeat_engine_torch._layout import TorchEngineOptions, arrange, check_optimizer, layout_of, plan_layout
+from offbeat_engine_torch._layout import (
+    TorchEngineOptions,
+    arrange,
+    check_optimizer,
+    layout_of,
+    plan_layout,
+    split_replicas,
+)
 from offbeat_engine_torch._optimizer import make_optimizer
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathered, partial_gradients
@@ -147,7 +154,7 @@ class TorchTrainEngine(StepCounts):
         if config.num_threads:
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
-        ranks = SingleRank() if mesh is None else ShardedRanks(mesh, device.torch_device)
+        ranks = SingleRank() if mesh is None else ShardedRanks(mesh, device.torch_device, split_replicas(mesh, options))
         policy = make_policy(config, options, device, ranks, mesh)
         return cls(config, options, device, policy, ranks, mesh)
 

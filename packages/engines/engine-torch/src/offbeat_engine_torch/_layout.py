@@ -53,6 +53,12 @@ class TorchEngineOptions:
         "from that of the others (DeepSeek-V3: 0.001 in pre-training); 0 leaves it.",
         ge=0,
     )
+    data_parallel_replicate_degree: int = setting(
+        1,
+        "Replicas of the model, each cut over an equal part of the data and context parallel ranks (HSDP): weights are "
+        "gathered within a replica, such as a node, and gradients are added up within it and then over replicas.",
+        ge=1,
+    )
     train_vision: bool = setting(True, "Train the vision tower, if there is one; false leaves it as it is.")
     head_dtype: str = setting(
         "auto",
@@ -208,6 +214,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     width, cp = options.tensor_parallel, options.context_parallel
     adds_up_in_bfloat16(config, options)
     dp, ep = num_data_parallel(num_ranks, options), options.expert_parallel
+    check_replicas(options, dp=dp, cp=cp)
     layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width, ep=ep)
     if options.reduce_once == "on" and dp * cp > 1:
         layout = replace(layout, whole_gradient_bytes=GRADIENT_BYTES)
@@ -246,6 +253,7 @@ def layout_of(
         tp=tp,
         ep=ep,
         zero_stage=3,
+        replicas=options.data_parallel_replicate_degree,
         optimizer_bytes=(1 if is_muon else 2) * moment_bytes(options.moments_dtype),
         vocabulary_optimizer_bytes=2 * moment_bytes(options.moments_dtype) if is_muon else 0,
         frozen_weight_bytes=frozen_bytes if holds_base_in_bfloat16(config, options) else 0,
@@ -286,6 +294,39 @@ def check_expert_ranks(*, dp: int, cp: int, tp: int, ep: int) -> None:
         raise ConfigError(f"ep = {ep} with tp = {tp}: ranks that share a layer's experts share no matrix; set tp to 1")
     if dp * cp % ep:
         raise ConfigError(f"option expert_parallel = {ep} must divide the ranks of dp and cp: got {dp} × {cp}")
+
+
+def check_replicas(options: TorchEngineOptions, *, dp: int, cp: int) -> None:
+    """Refuse replicas that the data parallel ranks do not make up, or that would be one rank each.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    num_replicas = options.data_parallel_replicate_degree
+    if num_replicas > 1 and options.expert_parallel > 1:
+        raise ConfigError(
+            f"option data_parallel_replicate_degree = {num_replicas} with expert_parallel = {options.expert_parallel}: "
+            "ranks of one model hold its experts between them; set one of the two to 1"
+        )
+    if num_replicas > 1 and (dp % num_replicas or dp * cp == num_replicas):
+        raise ConfigError(
+            f"option data_parallel_replicate_degree = {num_replicas} must divide the data parallel ranks, and leave "
+            f"more than one rank to a replica: got {dp}; choose engine.num_ranks accordingly, or 1 for one model over "
+            "all ranks"
+        )
+
+
+def split_replicas(mesh: Mesh, options: TorchEngineOptions) -> Mesh:
+    """Return the mesh with replicas as its slowest axis, pp, which the torch engine has no other use for.
+
+    Ranks are the same; its axes dp and cp are those of one replica. A call of all ranks.
+    """
+    check_replicas(options, dp=mesh.axes["dp"], cp=mesh.axes["cp"])
+    num_replicas = options.data_parallel_replicate_degree
+    if num_replicas == 1:
+        return mesh
+    sizes = {**{axis: mesh.axes[axis] for axis in ("cp", "tp")}, "dp": mesh.axes["dp"] // num_replicas}
+    return Mesh(pp=num_replicas, **sizes, device=mesh.device, deadline_s=mesh.deadline_s, check=mesh.check)
 
 
 def check_context_parallel(hf_config: Any, size: int) -> None:

@@ -26,7 +26,7 @@ class Piece(CutTensor):
         box: this rank's part.
         local: the values in `box`, or the bytes that stand for them; memory shared with the model.
         parameter: as the model holds it; gradients arrive there. A buffer, which has none, where `shared`.
-        owned: this rank counts and writes the part; False for a copy of what tp rank 0 holds.
+        owned: this rank counts and writes the part; False for a copy of what tp rank 0, or the first replica, holds.
         shared: a buffer: nothing cuts or trains it, and every rank holds the same.
         in_float32: it is never rounded: see `stays_in_float32`.
         is_stack: of experts, which ranks of ep hold between them: `tp_dim` and `box_at` say ep where they say tp, and
@@ -76,7 +76,11 @@ Places = tuple[tuple[int, int], tuple[int, int]]
 
 
 def find_pieces(
-    model: CausalModel, *, places: Places = ((0, 1), (0, 1)), of_stacks: Places = ((0, 1), (0, 1))
+    model: CausalModel,
+    *,
+    places: Places = ((0, 1), (0, 1)),
+    of_stacks: Places = ((0, 1), (0, 1)),
+    is_first: bool = True,
 ) -> list[Piece]:
     """List what this rank holds: parameters in the model's own order, then persistent buffers.
 
@@ -84,8 +88,9 @@ def find_pieces(
         model: plain, or sharded over the axes dp (rows of what tp left) and tp, stacks over edp and ep.
         places: of this rank along dp, with cp, and along tp.
         of_stacks: the same along edp and ep.
+        is_first: this rank is of the first replica of the model, which counts and writes its parts.
     """
-    return list(_pieces(model, places, of_stacks))
+    return list(_pieces(model, places, of_stacks, is_first=is_first))
 
 
 def trained_parameters(pieces: Sequence[Piece]) -> dict[str, nn.Parameter]:
@@ -108,7 +113,7 @@ def collect_gradients(pieces: Sequence[Piece], parameters: Mapping[str, nn.Param
 
 
 @torch.no_grad()
-def _pieces(model: CausalModel, places: Places, of_stacks: Places) -> Iterator[Piece]:
+def _pieces(model: CausalModel, places: Places, of_stacks: Places, *, is_first: bool) -> Iterator[Piece]:
     stays, packed = stays_in_float32(model.whole), packed_weights(model.whole)
     for full_name, parameter in model.whole.named_parameters():
         weight = packed.get(full_name)
@@ -119,7 +124,7 @@ def _pieces(model: CausalModel, places: Places, of_stacks: Places) -> Iterator[P
         box = CutTensor(name=name, shape=shape, tp_dim=tp_dim).box_at(dp=dp, tp=tp)
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
         assert weight or tuple(local.shape) == tuple(stop - start for start, stop in box), name
-        owned = tp_dim is not None or tp[0] == 0
+        owned = is_first and (tp_dim is not None or tp[0] == 0)
         yield Piece(
             name=name,
             shape=shape,

@@ -40,7 +40,7 @@ from offbeat_engine_torch._model import (
     load_model,
     outline_model,
 )
-from offbeat_engine_torch._parallel.ranks import Ranks, SingleRank
+from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._parallel.sharding import fill_buffers, free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_mesh import Mesh
@@ -262,22 +262,25 @@ def _load_parts(
     config: TrainEngineConfig, options: TorchEngineOptions, device: Device, mesh: Mesh, ranks: Ranks
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
+    assert isinstance(ranks, ShardedRanks)
+    replicas = ranks.replicas
     model = _outline_frozen(config, options, device)
     _choose_trained(model, config, options)
     shard_model(
         model,
-        mesh,
+        replicas,
         device.torch_device,
         FORMATS[config.dtype] if mesh.group("dp", "cp").size > 1 else None,
         rounds_vocabulary=gathers_vocabulary_in_bfloat16(config, options, device),
         reduced=torch.bfloat16 if adds_up_in_bfloat16(config, options) else torch.float32,
     )
-    rows, tp = mesh.group("dp", "cp"), mesh.group("tp")
+    rows, tp = replicas.group("dp", "cp"), replicas.group("tp")
     edp, ep = mesh.group("edp"), mesh.group("ep")
     pieces = find_pieces(
         model,
         places=((rows.rank, rows.size), (tp.rank, tp.size)),
         of_stacks=((edp.rank, edp.size), (ep.rank, ep.size)),
+        is_first=replicas.coordinates["pp"] == 0,
     )
     if mesh.axes["cp"] > 1:
         check_context_parallel(model.whole.config, mesh.axes["cp"])

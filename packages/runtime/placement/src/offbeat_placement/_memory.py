@@ -377,7 +377,7 @@ def train_memory(
         whole_gradient_bytes=layout.whole_gradient_bytes,
         compute_bytes=NUMBER_BYTES[engine.dtype],
         vocabulary_bytes=layout.vocabulary_bytes,
-        data_parallel=layout.dp * layout.cp,
+        data_parallel=layout.dp * layout.cp // layout.replicas,
         tensor_parallel=layout.tp,
         pipeline_parallel=layout.pp,
         expert_parallel=layout.ep,

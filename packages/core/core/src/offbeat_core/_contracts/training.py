@@ -149,6 +149,7 @@ class TrainLayout:
         ep: expert parallel, a second way of counting the ranks of a stage.
         zero_stage: what data and context parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients
             too, 3 weights too. Source: arXiv:1910.02054, figure 1.
+        replicas: of what data and context parallel ranks share out, each over an equal part of them.
         weight_bytes: of one weight that the model computes with.
         frozen_weight_bytes: of one that adapters leave as it is, where it is held in a narrower format; embedding and
             head are then held in `vocabulary_bytes`. 0: as any other.
@@ -176,6 +177,7 @@ class TrainLayout:
     pp: int = 1
     ep: int = 1
     zero_stage: int = 0
+    replicas: int = 1
     weight_bytes: int = 4
     frozen_weight_bytes: float = 0
     gradient_bytes: int = 4
@@ -207,7 +209,7 @@ class TrainLayout:
         if trains_all:
             parts += [(2, self.gradient_bytes), (1, self.optimizer_bytes)]
         shares = (
-            (size, self.dp * self.cp if self.zero_stage >= stage else 1) for stage, size in parts
+            (size, self.dp * self.cp // self.replicas if self.zero_stage >= stage else 1) for stage, size in parts
         )
         return sum(int(whole * size // share) for size, share in shares)
 

@@ -82,24 +82,36 @@ class SingleRank:
 
 
 class ShardedRanks(TrainerRanks):
-    """Several ranks on a mesh of the axes dp, cp, tp and ep; ConfigError where it has more than one stage."""
+    """Several ranks on a mesh of the axes dp, cp, tp and ep; ConfigError where it has more than one stage.
 
-    def __init__(self, mesh: Mesh, device: torch.device) -> None:
+    Args:
+        mesh: of all ranks.
+        device: of this rank.
+        replicas: the same ranks, with replicas of the model along pp; None: there is one.
+
+    Attributes:
+        replicas: as given, or the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, device: torch.device, replicas: Mesh | None = None) -> None:
         if mesh.axes["pp"] > 1:
             raise ConfigError(f"the torch engine has no stages: got pp = {mesh.axes['pp']}; set it to 1")
         self._ep_size = mesh.axes["ep"]
         self._tp: Group = mesh.group("tp")
         speaks = self._tp.rank == 0 and mesh.group("cp").rank == 0
         super().__init__(mesh.group("dp", "cp", "tp"), mesh.group("dp"), device, speaks=speaks)
-        # Ranks of dp and of cp share out the rows of all parameters.
-        self._rows: Group = mesh.group("dp", "cp")
+        self._sharers: Group = mesh.group("dp", "cp")  # of all replicas
+        self.replicas = replicas or mesh
+        # Ranks of dp and of cp share out the rows of all parameters, and with those of tp hold a whole model.
+        self._rows: Group = self.replicas.group("dp", "cp")
+        self._model: Group = self.replicas.group("dp", "cp", "tp")
 
     def gather(self, piece: Piece, dtype: torch.dtype | None = None) -> Tensor:
         """Return the whole of a parameter, a few rows of every part at a time: the transport's own buffers stay small.
 
         Each part is rounded to `dtype` before it is gathered; None, or where nothing is gathered: its own format.
         """
-        group = self._rows if piece.tp_dim is None else self._all
+        group = self._rows if piece.tp_dim is None else self._model
         local = piece.values()
         if group.size == 1 or piece.shared:
             return local
@@ -129,8 +141,8 @@ class ShardedRanks(TrainerRanks):
         """Return what another rank holds of a parameter."""
         # In the order of ranks, those of tp come first, and those of ep of the other way of counting.
         size = self._ep_size if piece.is_stack else self._tp.size
-        rows, place = divmod(self._all.ranks.index(rank), size)
-        return piece.box_at(dp=(rows, self._all.size // size), tp=(place, size))
+        rows, place = divmod(self._model.ranks.index(rank), size)
+        return piece.box_at(dp=(rows, self._model.size // size), tp=(place, size))
 
     def add_partial(self, gradients: Sequence[Tensor]) -> None:
         """Add up, in place, gradients that each tp rank has for its own heads only; in one call."""
@@ -143,7 +155,7 @@ class ShardedRanks(TrainerRanks):
 
     def add_up(self, counted: Tensor) -> Tensor:
         """Add up, in place, what each share of tokens has counted: all tp ranks count the same."""
-        return self._rows.all_reduce(counted)
+        return self._sharers.all_reduce(counted)
 
     def barrier(self) -> None:
         """Wait for all."""

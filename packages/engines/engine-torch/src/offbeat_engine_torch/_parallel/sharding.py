@@ -120,15 +120,16 @@ def shard_model(
 
     Args:
         model: from `outline_model`, with adapters where they are wanted.
-        mesh: of all ranks.
+        mesh: of all ranks, with replicas of the model along pp.
         device: of this rank.
         autocast: format in which the layers compute, and in which their weights are gathered, but for those that stay
             in float32; None for float32. What the layers hand on is in float32.
         rounds_vocabulary: gather embedding and head in that format too, unless the family keeps one in float32.
         reduced: format in which the gradients of layers are added up; those of all else are added up in float32.
     """
-    layers, meshes = find_layers(model), mesh.device_mesh_over(("dp", "cp"), ("tp",))
-    dp_mesh = meshes["dp_cp"]
+    layers, replicas = find_layers(model), ("pp",) if mesh.axes["pp"] > 1 else ()
+    meshes = mesh.device_mesh_over(*((axis,) for axis in replicas), ("dp", "cp"), ("tp",))
+    dp_mesh = meshes[(*replicas, "dp_cp")]  # with replicas of two dims, gathered along the last (HSDP)
     if not layers:
         raise ModelError(f"{type(model.whole).__name__} names no decoder layers: train it on one rank")
     if mesh.axes["tp"] > 1:
