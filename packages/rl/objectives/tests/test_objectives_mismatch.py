@@ -93,3 +93,36 @@ def test_without_lags_only_all_tokens_have_figures_and_other_metrics_pass():
     assert set(found) == {"policy/entropy", *(f"mismatch/{figure}" for figure in FIGURES)}
     assert found["mismatch/abs_max_nats"].value == 8.0
     assert summarise_mismatch({"loss": Metric(value=1.0)}) == {"loss": Metric(value=1.0)}
+
+
+@given(update=updates(), num_ranks=st.integers(1, 3), has_lags=st.booleans(), seed=st.integers(0, 99))
+def test_tokens_whose_routes_agree_are_measured_apart_from_those_whose_routes_do_not(update, num_ranks, has_lags, seed):
+    train_N, rollout_N, lagged_N, sizes = update
+    differ_N = torch.randint(-1, 4, (sum(sizes),), generator=torch.Generator().manual_seed(seed)) / 3
+    columns = (train_N, rollout_N, lagged_N, differ_N)
+    parts = zip(*(values.split(sizes) for values in columns), strict=True)
+    micro_batches = [
+        measure_mismatch(train_n, rollout_n, lagged_n if has_lags else None, differ_n)
+        for train_n, rollout_n, lagged_n, differ_n in parts
+    ]
+    metrics = summarise_mismatch(
+        merge_metrics([merge_metrics(micro_batches[rank::num_ranks]) for rank in range(num_ranks)])
+    )
+
+    shares = differ_N.double().tolist()
+    log_ratios = (train_N - rollout_N).double().tolist()
+    chosen = {
+        "": log_ratios,
+        "_same_routes": [x for x, share in zip(log_ratios, shares, strict=True) if share == 0],
+        "_other_routes": [x for x, share in zip(log_ratios, shares, strict=True) if share > 0],
+    }
+    for suffix, tokens in chosen.items():
+        wanted = reference(tokens)
+        assert (f"mismatch/kl{suffix}" in metrics) == (wanted is not None)
+        if wanted is not None:
+            assert metrics[f"mismatch/kl{suffix}"].value == pytest.approx(wanted["kl"], rel=1e-6, abs=1e-12)
+            assert metrics[f"mismatch/abs_max_nats{suffix}"].value == pytest.approx(wanted["abs_max_nats"], rel=1e-6)
+    known = [share for share in shares if share >= 0]
+    assert ("mismatch/routes_differ" in metrics) == bool(known)
+    if known:
+        assert metrics["mismatch/routes_differ"].value == pytest.approx(math.fsum(known) / len(known), abs=1e-6)

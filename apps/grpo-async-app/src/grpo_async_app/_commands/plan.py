@@ -11,7 +11,7 @@ from grpo_async_app._config.weight_sync import choose_transport
 from grpo_async_app._fleet.role_specs import plan_threads
 from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import assume_budget, settle_budget
-from grpo_async_app._preflight.correction import choose_correction
+from grpo_async_app._preflight.correction import choose_correction, route_bytes
 from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
@@ -67,6 +67,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
             lambda: estimate_memory(config, layout, placement),
             rows=[
                 *batch.rows(),
+                *_describe_routes(config, batch),
                 layout_row(layout, engine.backend),
                 *_chosen([f"{engine}{_AS_HERE}" for engine in engines]),
                 *_chosen([*choices, *chosen, *budget, *turns]),
@@ -129,6 +130,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         *_chosen(preflight.choices),
         *memory_rows,
         *batch.rows(),
+        *_describe_routes(config, batch),
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_sync(preflight),
         *_describe_environment(preflight),
@@ -180,6 +182,15 @@ def _describe_sync(preflight: Preflight) -> list[tuple[str, str]]:
         often = f"all of them every {rollout.full_sync_every} versions, what has changed in between"
         rows.append(("weights", f"{often}: trainer-0 and each engine keep a copy of {copy} in main memory"))
     return rows
+
+
+def _describe_routes(config: GrpoConfig, batch: BatchArithmetic) -> list[tuple[str, str]]:
+    """Return how many bytes say which experts the tokens of an update took; compression takes some of them away."""
+    token_bytes = route_bytes(config.model.path)
+    if config.rollout.replay_routes == "off" or not token_bytes:
+        return []
+    num_bytes = batch.samples_per_update * batch.tokens_per_sample * token_bytes
+    return [("routes", f"{token_bytes} bytes a token, at most {size_text(num_bytes)} an update, on each trainer rank")]
 
 
 def _describe_objective(config: GrpoConfig) -> str:

@@ -157,6 +157,12 @@ class RolloutConfig(RolloutEngineSettings):
         path="output",
     )
     sync_bucket_bytes: int = setting(64 * 2**20, "Weights travel in buckets of this size.", "bytes", ge=4096)
+    replay_routes: str = setting(
+        AUTO,
+        "Mixtures of experts: engines say which experts each token took, and the trainer takes the same (R3): on, or "
+        "auto, which does so where engines and trainer can; measure: it only counts where it would choose others.",
+        choices=(AUTO, "on", "measure", "off"),
+    )
     serve_port: int | None = setting(
         None,
         "Serve the policy in training to agents outside: engine i at loopback, port serve_port + i; 0: free ones.",
@@ -421,6 +427,7 @@ class GrpoConfig:
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
             shares_device=self.cluster.colocate,
+            return_routes=self.rollout.replay_routes != "off",
         )
 
     def teacher_engine(self, num_threads: int) -> RolloutEngineConfig:
@@ -441,6 +448,8 @@ class GrpoConfig:
         options = {**self.engine.options, "temperature": self.rollout.temperature}
         if self.algorithm.needs_entropy_gradient:
             options["entropy_gradient"] = True
+        if self.rollout.replay_routes == "measure":
+            options["replay_routes"] = False
         return TrainEngineConfig(
             **{**shared, "options": options},
             num_threads=num_threads,
@@ -465,6 +474,7 @@ class GrpoConfig:
 _DECIDED: Final = {
     "temperature": "rollout.temperature: the trainer scores at the sampler's",
     "entropy_gradient": "algorithm.entropy_coefficient: the entropy has a gradient where it is above 0",
+    "replay_routes": "rollout.replay_routes",
 }
 """Options of training engines that a key of another section decides."""
 

@@ -1,4 +1,4 @@
-"""The rollout correction, and the alarm about a mismatch, of a run that leaves them open: by how tokens are sampled."""
+"""The rollout correction, the replay of experts, and the alarm about a mismatch, of a run that leaves them open."""
 
 from collections.abc import Mapping
 from contextlib import suppress
@@ -6,9 +6,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
-from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._config.sections import AUTO, GrpoConfig
 from grpo_async_app._preflight.engines import rounding_reason
-from offbeat_core import ModelError, read_model_json
+from offbeat_core import BackendError, ConfigError, ModelError, load_backend, read_model_json
 from offbeat_objectives import resolve_correction
 
 _ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "half with experts": 2.0, "fp8": 2.0}
@@ -29,7 +29,41 @@ def choose_correction(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
         bound_nats, why = _alarm_bound(config)
         algorithm = replace(algorithm, mismatch_alarm_nats=bound_nats)
         said.append(f"algorithm.mismatch_alarm_nats = {bound_nats:g} ({why})")
-    return replace(config, algorithm=algorithm), said
+    config, replayed = _choose_replay(replace(config, algorithm=algorithm))
+    return config, [*said, *replayed]
+
+
+def _choose_replay(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
+    """Settle `rollout.replay_routes`: auto remains where engines and trainer can, as far as is known before the start.
+
+    Raises:
+        ConfigError: it is wanted, and there is nothing to replay, or a backend cannot.
+    """
+    wanted, rollout, engine = config.rollout.replay_routes, config.rollout.backend, config.engine.backend
+    if wanted == "off" or (wanted == AUTO and not _has_experts(config.model.path)):
+        return replace(config, rollout=replace(config.rollout, replay_routes="off")), []
+    obstacles = {
+        "the model has no experts": not _has_experts(config.model.path),
+        f"rollout.backend = {rollout} does not say which experts tokens took": not _can(
+            "offbeat.rollout", rollout, "returns_routes"
+        ),
+        f"engine.backend = {engine} does not replay them": not _can("offbeat.engine", engine, "replays_routes"),
+    }
+    problem = next((what for what, is_there in obstacles.items() if is_there), "")
+    if problem and wanted != AUTO:
+        raise ConfigError(f"rollout.replay_routes = {wanted}, and {problem}; leave it at auto")
+    if problem:
+        config = replace(config, rollout=replace(config.rollout, replay_routes="off"))
+    does = "off" if problem else "on" if wanted == AUTO else wanted
+    return config, [f"rollout.replay_routes = {does} ({problem or 'trainer and engines take the same experts'})"]
+
+
+def _can(group: str, backend: str, what: str) -> bool:
+    """Return whether the class of a backend says that it can; not where it is not installed."""
+    try:
+        return bool(getattr(load_backend(group, backend), what, False))
+    except BackendError:
+        return False
 
 
 def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
@@ -46,13 +80,32 @@ def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:
 
 def _has_experts(folder: str) -> bool:
     """Return whether the model has experts; False where its config.json is not here, as in `plan --cluster`."""
+    return _num_experts(_text_config(folder)) > 1
+
+
+def route_bytes(folder: str) -> int:
+    """Return the bytes that say which experts one token took, before compression; 0 for a dense model."""
+    sizes = _text_config(folder)
+    width = next((size for name in _WIDTHS if isinstance(size := sizes.get(name), int)), 0)
+    layers = int(sizes.get("num_hidden_layers") or 0) - int(sizes.get("first_k_dense_replace") or 0)
+    return layers * width * (1 if _num_experts(sizes) < 256 else 2)
+
+
+_WIDTHS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")
+"""Names that families give the number of a token's experts."""
+
+
+def _text_config(folder: str) -> Mapping[str, Any]:
     model: Mapping[str, Any] = {}
     with suppress(ModelError):
         model = read_model_json(Path(folder).expanduser() / "config.json")
     text = model.get("text_config")
-    sizes = {**model, **(text if isinstance(text, Mapping) else {})}
+    return {**model, **(text if isinstance(text, Mapping) else {})}
+
+
+def _num_experts(sizes: Mapping[str, Any]) -> int:
     # num_experts, num_local_experts, n_routed_experts, moe_num_experts: each family has a name of its own.
-    return any(name.endswith("experts") and isinstance(size, int) and size > 1 for name, size in sizes.items())
+    return max((size for name, size in sizes.items() if name.endswith("experts") and isinstance(size, int)), default=0)
 
 
 def off_policy_reason(config: GrpoConfig) -> str:

@@ -37,6 +37,7 @@ def build_batches(
     critic: TrainEngine | None = None,
     critic_lambda: float | None = None,
     bootstrap_truncated: bool = False,
+    keeps_routes: bool = False,
 ) -> tuple[list[list[TrainSequence]], Metrics]:
     """Turn groups into sequences with every extra the losses read; the engine is asked for log-probabilities.
 
@@ -51,12 +52,14 @@ def build_batches(
         critic: asked for the value before each token; None without one.
         critic_lambda: λ of what its values should become; None: that of the advantages.
         bootstrap_truncated: the value after a trajectory that was cut off is what the critic says there, not 0.
+        keeps_routes: sequences say which experts their tokens took, where that is known; the engine replays them.
 
     Returns:
         Mini batches of whole groups, as equal as can be, none empty; and metrics of all of them.
     """
     trajectories = [trajectory for group in groups for trajectory in group.trajectories]
     plain = [sequence for group in groups for sequence in _sequences(group)]
+    plain = plain if keeps_routes else without_routes(plain)
     layout = _Layout.of(groups)
     packed: dict[str, Floats] = {"rollout_logprobs": np.concatenate([each.logprobs for each in trajectories])}
     needs_logprobs = config.needs_train_logprobs(single_step=single_step)
@@ -69,7 +72,7 @@ def build_batches(
     after_N: Floats | None = None
     if critic is not None:
         is_cut_T = [bootstrap_truncated and trajectory.ended != "done" for trajectory in trajectories]
-        packed["values"], after_N = _critic_values(plain, critic, is_cut_T)
+        packed["values"], after_N = _critic_values(without_routes(plain), critic, is_cut_T)
     is_masked_T = _masked(groups) if config.mask_truncated else [False] * len(trajectories)
     in_loss_N = ~torch.tensor(is_masked_T)[layout.trajectory_N]
     packed["advantages"], metrics = _advantages(
@@ -136,6 +139,11 @@ def after_a_step(batches: list[list[TrainSequence]]) -> list[list[TrainSequence]
         [replace(each, extras={**each.extras, "lagged": each.loss_mask.astype(np.float32)}) for each in batch]
         for batch in batches
     ]
+
+
+def without_routes(sequences: Sequence[TrainSequence]) -> list[TrainSequence]:
+    """Return the same sequences for a model that did not sample them: its routers choose."""
+    return [replace(sequence, routes=()) if sequence.routes else sequence for sequence in sequences]
 
 
 @dataclass(frozen=True, kw_only=True)

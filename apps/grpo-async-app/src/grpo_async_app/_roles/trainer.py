@@ -12,12 +12,13 @@ from torch import Tensor
 
 from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._roles.batches import after_a_step, build_batches
+from grpo_async_app._roles.batches import after_a_step, build_batches, without_routes
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
     Metric,
     Metrics,
+    ModelError,
     RoleName,
     SleepingTrainEngine,
     TensorSpec,
@@ -96,6 +97,7 @@ class TrainerRole:
             self._engine.load(Path(checkpoint))
             if self._critic is not None:
                 self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
+        self._replays = self._follows_routes(config.rollout.replay_routes)
         log_loaded(checkpoint or model_path, settings.dtype, began_s)
         self._trace = make_trace(config.profile.plan(role, Path(trace_folder)), device)
         self._single_step = config.steps_per_update == 1
@@ -117,6 +119,17 @@ class TrainerRole:
         if socket_path and self._transport.reach != "network":
             self._senders[""] = self._transport.open_sender(socket_path, self._plan, name=str(role))
         log_line("ready")
+
+    def _follows_routes(self, wanted: str) -> bool:
+        """Return whether sequences keep their routes.
+
+        Raises:
+            ModelError: it is wanted, and the engine cannot for this model.
+        """
+        problem = getattr(self._engine, "replay_problem", "the engine does not replay routes")
+        if problem and wanted in ("on", "measure"):
+            raise ModelError(f"rollout.replay_routes = {wanted}: {problem}; set it to auto or off")
+        return wanted != "off" and not problem
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
         """Return the tensors of a part as they travel."""
@@ -156,10 +169,11 @@ class TrainerRole:
             critic=self._critic,
             critic_lambda=self._critic_config.gae_lambda,
             bootstrap_truncated=self._critic_config.bootstrap_truncated,
+            keeps_routes=self._replays,
         )
         steps, passes = [], range(self._algorithm.num_passes)
         if self._critic is not None:
-            steps += [self._step_critic(self._critic, batch) for _ in passes for batch in batches]
+            steps += [self._step_critic(self._critic, without_routes(batch)) for _ in passes for batch in batches]
         if self._critic is None or number >= self._critic_config.warmup_updates:
             steps += [self._step(batch) for batch in batches]
             # Log-probabilities that are not recomputed are the trainer's own: after a pass those of other weights.

@@ -83,9 +83,11 @@ class TorchTrainEngine(StepCounts):
         config: as given to `create`.
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
         heads: values of `config.head` that it knows.
+        replays_routes: it replays the routes of sequences, of models whose routers it understands.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("tokens", "score")
+    replays_routes: ClassVar[bool] = True
     _ranks: Ranks
     _optimizer: ClippedAdamW
 

@@ -173,11 +173,6 @@ class TorchRolloutEngine:
             fp8_weights=not self._architecture.num_experts,
             routes=bool(self._architecture.num_experts),
         )
-        if config.return_routes and not self.capabilities.routes:
-            raise ConfigError(
-                f"return_routes needs a mixture of experts, and {self._architecture.family} is none; set "
-                "rollout.replay_routes = off"
-            )
         self._tokenizer = load_tokenizer(folder)
         self._folder, self._config = folder, config
         self._device: Device = open_device(config.device)

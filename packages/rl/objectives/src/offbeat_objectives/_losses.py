@@ -26,6 +26,7 @@ REFERENCE: Final = "ref_logprobs"
 WEIGHTS: Final = "correction_weights"
 KEEP: Final = "keep"
 LAGGED: Final = "lagged"
+ROUTES_DIFFER: Final = "routes_differ"
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class PolicyLoss:
             without gradient and `rollout_logprobs`.
         lagged: optional; 0 where the trainer's log-probability is of exactly the weights that sampled the token,
             else 1.
+        routes_differ: optional; of engines that replay or compare routes, see `measure_mismatch`.
 
     With `rollout_logprobs` the mismatch to the trainer's log-probabilities is measured, whatever is corrected: those of
     `old_logprobs` where they are recomputed, otherwise its own; see `summarise_mismatch`.
@@ -129,7 +131,9 @@ class PolicyLoss:
         if ROLLOUT not in tokens.extras:
             return defer_metrics({})
         train_N = tokens.extras[OLD] if self._recomputes else tokens.logprobs_N
-        return measure_mismatch(train_N, tokens.extras[ROLLOUT], tokens.extras.get(LAGGED))
+        return measure_mismatch(
+            train_N, tokens.extras[ROLLOUT], tokens.extras.get(LAGGED), tokens.extras.get(ROUTES_DIFFER)
+        )
 
     def _old_logprobs(self, tokens: LossTokens[Any]) -> Tensor:
         if self.config.correction_form == "bypass":

@@ -7,6 +7,10 @@ With r = π_train / π_rollout of each loss token, which the rollout policy samp
     abs_max_nats  max |log r|
     ess_share     (Σ r)² / (N Σ r²), the effective sample size as a share of N: 1 for equal policies
 
+Where the rollout engine has said which experts of a mixture each token took, the same figures are made of the tokens
+whose predecessor, which predicts them, the trainer's routers would have sent through the same experts in all layers,
+and of the others.
+
 log r is cut at ±20 before exp; |log r| is not cut. A micro-batch yields sums and counts, which add up over
 micro-batches, ranks and mini batches, so that the figures are those of the whole update however it is divided. The
 percentile comes from counts in bins that are 32 to a decade, from 1e-6 to 1000 nats: it is the upper edge of its bin,
@@ -32,6 +36,9 @@ LAG0: Final = "lag0"
 """Tokens that the trainer scored with exactly the weights that sampled them."""
 LAGGED: Final = "lagged"
 _UNKNOWN: Final = "unknown"
+SAME_ROUTES: Final = "same_routes"
+OTHER_ROUTES: Final = "other_routes"
+_ROUTES: Final = f"{SUMS_PREFIX}routes/"
 _BINS_PER_DECADE: Final = 32
 _EDGES: Final = 10.0 ** (np.arange(9 * _BINS_PER_DECADE + 1) / _BINS_PER_DECADE - 6)
 """Upper edges of the bins, nats. The first bin begins at 0; one more takes what is above the last edge."""
@@ -41,7 +48,10 @@ _Doubles = npt.NDArray[np.float64]
 
 @torch.no_grad()
 def measure_mismatch(
-    train_logprobs_N: Tensor, rollout_logprobs_N: Tensor, lagged_N: Tensor | None = None
+    train_logprobs_N: Tensor,
+    rollout_logprobs_N: Tensor,
+    lagged_N: Tensor | None = None,
+    routes_differ_N: Tensor | None = None,
 ) -> DeferredMetrics:
     """Sum up the mismatch of one micro-batch's tokens.
 
@@ -50,20 +60,31 @@ def measure_mismatch(
         rollout_logprobs_N: [N] nats, as the rollout engine reported them.
         lagged_N: [N] 0 where the trainer's number is of exactly the weights that sampled the token, else 1; None where
             that is not known.
+        routes_differ_N: [N] share of layers in which the token that predicts would have taken other experts than in the
+            rollout engine; below 0 where that is not known. None where the model has no experts, or engines do not say.
 
     Returns:
         Sums, counts and maxima under `mismatch_sums/`, for `summarise_mismatch` once all of them are merged.
     """
     log_ratio_N = train_logprobs_N.float() - rollout_logprobs_N.float()
     # float64 sums on the host are exact enough on every device, also those without float64.
-    if lagged_N is None:
-        return DeferredMetrics([log_ratio_N], lambda values: _sums(_UNKNOWN, values[0]))
+    flags = [each.float() for each in (lagged_N, routes_differ_N) if each is not None]
 
     def make(values: Sequence[_Doubles]) -> Metrics:
-        log_ratio, flags = values
-        return _sums(LAG0, log_ratio[flags == 0]) | _sums(LAGGED, log_ratio[flags != 0])
+        log_ratio, *rest = values
+        routed = {} if routes_differ_N is None else _routed_sums(log_ratio, rest[-1])
+        if lagged_N is None:
+            return _sums(_UNKNOWN, log_ratio) | routed
+        return _sums(LAG0, log_ratio[rest[0] == 0]) | _sums(LAGGED, log_ratio[rest[0] != 0]) | routed
 
-    return DeferredMetrics([log_ratio_N, lagged_N.float()], make)
+    return DeferredMetrics([log_ratio_N, *flags], make)
+
+
+def _routed_sums(log_ratio_n: _Doubles, differ_n: _Doubles) -> Metrics:
+    known_n = differ_n[differ_n >= 0]
+    counts = {"tokens": float(len(known_n)), "differing": float(known_n.sum())}
+    found = _sums(SAME_ROUTES, log_ratio_n[differ_n == 0]) | _sums(OTHER_ROUTES, log_ratio_n[differ_n > 0])
+    return found | {f"{_ROUTES}{name}": Metric(value=value, how="sum") for name, value in counts.items()}
 
 
 def _sums(tokens: str, log_ratio_n: _Doubles) -> Metrics:
@@ -97,6 +118,9 @@ def summarise_mismatch(metrics: Mapping[str, Metric]) -> Metrics:
         For all tokens `mismatch/kl`, `mismatch/abs_p99_nats`, `mismatch/abs_max_nats` and `mismatch/ess_share`; where
         lags are known the same with `_lag0` and `_lagged` at the end, for those of the two that have tokens, and
         `mismatch/lagged_share`, the share of the tokens that are lagged.
+
+        Where routes are known, the same with `_same_routes` and `_other_routes` at the end, and
+        `mismatch/routes_differ`, the share of layers, over all tokens, in which the trainer would have taken others.
     """
     others = {name: metric for name, metric in metrics.items() if not name.startswith(SUMS_PREFIX)}
     parts = {tokens: _part(metrics, f"{SUMS_PREFIX}{tokens}/") for tokens in (LAG0, LAGGED, _UNKNOWN)}
@@ -105,6 +129,11 @@ def summarise_mismatch(metrics: Mapping[str, Metric]) -> Metrics:
     for tokens in (LAG0, LAGGED):
         if tokens in parts:
             figures |= _figures(parts[tokens], f"_{tokens}")
+    for tokens in (SAME_ROUTES, OTHER_ROUTES):
+        if part := _part(metrics, f"{SUMS_PREFIX}{tokens}/"):
+            figures |= _figures(part, f"_{tokens}")
+    if (routes := _part(metrics, _ROUTES)) and routes["tokens"]:
+        figures["mismatch/routes_differ"] = routes["differing"] / routes["tokens"]
     if parts and _UNKNOWN not in parts:
         counts = {tokens: part["tokens"] for tokens, part in parts.items()}
         figures["mismatch/lagged_share"] = counts.get(LAGGED, 0.0) / sum(counts.values())

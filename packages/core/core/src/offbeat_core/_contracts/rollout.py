@@ -345,4 +345,4 @@ class RolloutEngineConfig(RolloutEngineSettings):
     num_threads: int = setting(0, "CPU threads; 0 leaves the choice to the launcher.", "threads", ge=0)
     shares_device: bool = setting(False, "Others use its device in turn with it, while it sleeps.")
     trace_folder: str = setting("", "Where an engine that traces itself writes; empty: it will not be asked to.")
-    return_routes: bool = setting(False, "Say of each completion which experts of a mixture its tokens took.")
+    return_routes: bool = setting(False, "Say of each completion which experts its tokens took, if the model has any.")

@@ -223,6 +223,7 @@ class TrainBackend(Protocol):
     """Class that a package registers under the entry point `offbeat.engine`.
 
     A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
+    Another, `replays_routes`, says that its engines may have no `replay_problem`, see `TrainEngine`.
     """
 
     def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:

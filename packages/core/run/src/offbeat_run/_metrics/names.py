@@ -6,7 +6,13 @@ from dataclasses import dataclass
 from typing import Final
 
 _P99: Final = "mismatch p99 nats"
-_TOKENS: Final = {"": "", "_lag0": ", weights in training", "_lagged": ", older weights"}
+_TOKENS: Final = {
+    "": "",
+    "_lag0": ", weights in training",
+    "_lagged": ", older weights",
+    "_same_routes": ", same experts",
+    "_other_routes": ", other experts",
+}
 
 
 @dataclass(frozen=True)
@@ -34,13 +40,21 @@ def _mismatch_names() -> Iterator[MetricName]:
         MetricName("abs_max_nats", "Largest |log r|, r = trainer's probability / engine's", "nats", "largest mismatch"),
         MetricName("ess_share", "Effective sample size under the weights r, as a share", "", "effective sample size"),
     )
-    tokens = {"": "", "_lag0": ", of tokens sampled by the weights being trained", "_lagged": ", of all other tokens"}
+    tokens = {
+        "": "",
+        "_lag0": ", of tokens sampled by the weights being trained",
+        "_lagged": ", of all other tokens",
+        "_same_routes": ", of tokens that the trainer's routers would compute with the sampler's experts in all layers",
+        "_other_routes": ", of tokens for which they would choose others in some layer",
+    }
     for suffix, which in tokens.items():
         for figure in figures:
             label = f"{figure.label}{_TOKENS[suffix]}"
             yield MetricName(f"mismatch/{figure.name}{suffix}", f"{figure.doc}{which}.", figure.unit, label)
     lagged = "Share of the tokens that other weights than those in training sampled."
     yield MetricName("mismatch/lagged_share", lagged, "", "older weights")
+    routes = "Share of (token, layer) in which the trainer's router would choose other experts than the sampler did."
+    yield MetricName("mismatch/routes_differ", routes, "", "other experts")
 
 
 METRIC_NAMES: Final = {
