@@ -20,7 +20,7 @@ SOURCES = [
     if "tests" not in path.relative_to(ROOT).parts
 ]
 SHIPPED = [path for path in SOURCES if "src" in path.parts]
-MAX_LINES = 121_929
+MAX_LINES = 121_931
 MAX_FILES = 684
 # Words with which the first line of a docstring does not begin: it says what is done, or what something is.
 FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
@@ -64,7 +64,7 @@ FOR_USERS = {
         "sequence_of_tokens",
     },
     "for trackers, transports and models of one's own": {
-        *("Tracker", "PeerStream", "Bucket", "TensorSlice"),
+        *("Tracker", "PeerStream", "Bucket", "TensorSlice", "CopyLane"),
         *("Operators", "PackedBatch", "PaddedBatch", "VisionBatch", "cann_version"),
     },
 }

@@ -1,7 +1,6 @@
 """The parts of the driver that need no process: busy shares, groups on disk, batches, the plan, the configuration."""
 
 import asyncio
-import json
 import subprocess
 import sys
 from contextlib import AbstractContextManager, nullcontext
@@ -35,7 +34,6 @@ from offbeat_core import (
     GenerateRequest,
     Metric,
     Reply,
-    Routes,
     SamplingParams,
     StopReason,
     TrainSequence,
@@ -109,25 +107,6 @@ def test_groups_survive_a_checkpoint(tmp_path: Path) -> None:
             assert len(new.turns) == len(old.turns)
             assert (new.segments, new.ended, new.text) == (old.segments, old.ended, old.text)
             assert new.stop_reason == old.stop_reason
-
-
-def test_routes_survive_a_checkpoint_and_older_checkpoints_have_none(tmp_path: Path) -> None:
-    before = group(1, [4], [0.5], num_turns=2)
-    ids_TLK = np.random.default_rng(0).integers(-1, 4, (9, 2, 2))
-    [first, second] = before.trajectories[0].turns
-    turns = (replace(first, routes=Routes.pack(ids_TLK)), replace(second, routes=Routes.pack(ids_TLK, start=7)))
-    save_groups(tmp_path, [replace(before, trajectories=[replace(before.trajectories[0], turns=turns)])])
-    [after] = load_groups(tmp_path)[1].trajectories
-    for old, new in zip(turns, after.turns, strict=True):
-        assert old.routes is not None
-        assert new.routes is not None
-        assert new.routes.unpack().tolist() == old.routes.unpack().tolist()
-        assert (new.routes.start, new.routes.shape) == (old.routes.start, old.routes.shape)
-    index = json.loads((tmp_path / "buffer.json").read_bytes())
-    for described in index[0]["trajectories"][0]["turns"]:
-        del described["routes"]
-    (tmp_path / "buffer.json").write_text(json.dumps(index))
-    assert load_groups(tmp_path)[1].trajectories[0].turns[0].routes is None
 
 
 def branched(group_id: int) -> SampledGroup:

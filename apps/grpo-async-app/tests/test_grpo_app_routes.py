@@ -1,5 +1,6 @@
 """Replayed routes: with them a mixture's trainer and sampler differ no more than those of a dense model do."""
 
+import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -8,11 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from grpo_runs import Main, latest_checkpoint, run_to_its_end, values_of
+from test_grpo_app_parts import group
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.correction import choose_correction, route_bytes
 from grpo_async_app._roles.batches import build_batches
-from grpo_async_app._roles.groups import SampledGroup, load_groups
+from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
 from grpo_async_app._run.backend import LOOP_FOLDER
 from offbeat_core import (
     Completion,
@@ -175,3 +177,22 @@ def test_a_critic_is_given_no_routes_of_the_policy() -> None:
         [[first, _]], _ = build_batches([group], config, engine, 1, critic=critic, keeps_routes=keeps)
         assert seen == {"policy": [keeps] * 2, "critic": [False] * 2}
         assert bool(first.routes) is keeps
+
+
+def test_routes_survive_a_checkpoint_and_older_checkpoints_have_none(tmp_path: Path) -> None:
+    before = group(1, [4], [0.5], num_turns=2)
+    ids_TLK = np.random.default_rng(0).integers(-1, 4, (9, 2, 2))
+    [first, second] = before.trajectories[0].turns
+    turns = (replace(first, routes=Routes.pack(ids_TLK)), replace(second, routes=Routes.pack(ids_TLK, start=7)))
+    save_groups(tmp_path, [replace(before, trajectories=[replace(before.trajectories[0], turns=turns)])])
+    [after] = load_groups(tmp_path)[1].trajectories
+    for old, new in zip(turns, after.turns, strict=True):
+        assert old.routes is not None
+        assert new.routes is not None
+        assert new.routes.unpack().tolist() == old.routes.unpack().tolist()
+        assert (new.routes.start, new.routes.shape) == (old.routes.start, old.routes.shape)
+    index = json.loads((tmp_path / "buffer.json").read_bytes())
+    for described in index[0]["trajectories"][0]["turns"]:
+        del described["routes"]
+    (tmp_path / "buffer.json").write_text(json.dumps(index))
+    assert load_groups(tmp_path)[1].trajectories[0].turns[0].routes is None

@@ -10,6 +10,7 @@ gpt-oss folders.
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from copy import copy
+from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from offbeat_core import ConfigError, ModelError, ModelFolder, list_model_files, read_model_json
@@ -69,7 +70,8 @@ def read_decoded(folder: ModelFolder) -> FolderStream:
 
 def _read_tensors(folder: ModelFolder) -> "Iterator[tuple[str, Tensor]]":
     from safetensors import SafetensorError, safe_open
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    decode = import_module("transformers.integrations.mxfp4").convert_moe_packed_tensors  # vLLM brings it
 
     try:
         with ExitStack() as stack:
@@ -80,6 +82,6 @@ def _read_tensors(folder: ModelFolder) -> "Iterator[tuple[str, Tensor]]":
                     yield name, holders[name].get_tensor(name)
                     continue
                 blocks, scales = (holders[name + part].get_tensor(name + part) for part in (BLOCKS, SCALES))
-                yield name, convert_moe_packed_tensors(blocks, scales)
+                yield name, decode(blocks, scales)
     except (SafetensorError, KeyError) as error:
         raise ModelError(f"{folder.path} is not a whole folder of safetensors ({error})") from error

@@ -150,7 +150,7 @@ class Routers:
 
 
 _BY_NAME: Final[WeakValueDictionary[str, Routers]] = WeakValueDictionary()
-"""Those of each model, by which an operation in a compiled layer finds the tokens in hand."""
+"""Routers by name, by which an operation in a compiled layer finds the tokens in hand."""
 
 
 class LayerWatch:
