@@ -1,5 +1,6 @@
 """What else an engine does, with ranks that hold the experts between them: settings, failures, checkpoints, sleep."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -164,6 +165,24 @@ def test_checkpoints_are_read_by_other_ranks_and_after_sleep(model, mesh, make_g
     again = TorchTrainEngine.create(settings, mesh)
     again.load(folder / "rows")
     assert_same(*(three_steps(each, make_groups, weighted) for each in (again, alone)))
+
+
+@pytest.mark.mesh(dp=2, ep=2, compare=False)
+def test_a_rank_reads_only_its_own_experts(model, mesh, tmp_path):
+    """Of a folder with weights of single experts, in which those of the other rank are not numbers."""
+    folder = Path(shutil.copytree(model, tmp_path / str(mesh.rank)))
+    alone = TorchTrainEngine.create(config(model))
+    tensors = load_file(folder / "model.safetensors")
+    number = {name: int(name.split(".experts.")[1].split(".")[0]) for name in tensors if ".experts." in name}
+    others = [name for name, expert in number.items() if expert // 4 != mesh.rank]
+    assert others
+    for name in others:
+        tensors[name].fill_(float("nan"))
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    engine = TorchTrainEngine.create(config(folder), mesh)
+    assert [name for name, _ in engine.weights()] == [name for name, _ in alone.weights()]
+    for (name, found), (_, wanted) in zip(engine.weights(), alone.weights(), strict=True):
+        assert torch.equal(found, wanted), name
 
 
 def test_the_plan_says_how_experts_are_shared(model):

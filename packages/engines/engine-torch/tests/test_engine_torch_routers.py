@@ -8,12 +8,14 @@ import pytest
 import torch
 from expert_models import write_experts
 from test_engine_torch_ranks import assert_same, config, three_steps, weighted
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers import AutoModelForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
 from offbeat_core import ConfigError
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._layers.routers import find_bias, find_expert_layers, find_router
+from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
+from offbeat_engine_torch._layers.routers import RoutedTokens, Routers, find_bias, find_expert_layers, find_router
 from offbeat_mesh import Mesh
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2"]
@@ -181,6 +183,36 @@ def test_a_checkpoint_has_the_biases(model, mesh, make_groups, tmp_path):
     sent = dict(other.weights())
     named = [name for name in sent if name.endswith("e_score_correction_bias")]
     assert all(torch.equal(sent[name], bias) for name, bias in zip(named, biases_of(engine), strict=True))
+
+
+def test_choices_are_counted_in_compiled_blocks_too_in_one_graph_for_all(tmp_path):
+    register_experts()
+    model = AutoModelForCausalLM.from_pretrained(write_experts(tmp_path, "qwen3_moe"))
+    model.set_experts_implementation(EXPERTS_NAME)
+    routers, counter = Routers(model, None, loss_weight=0.0, bias_rate=0.0), CompileCounterWithBackend("aot_eager")
+    blocks = [block for block, _ in find_expert_layers(model)]
+    compiled = [torch.compile(each.forward, backend=counter, fullgraph=True, dynamic=True) for each in blocks]
+    for length in (7, 12, 30):
+        routers.now = tokens_of_one_sequence(length)
+        hidden_1TE, counts = torch.randn(1, length, 32, requires_grad=True), []
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            for forwards in (compiled, blocks):
+                for forward in forwards:
+                    forward(hidden_1TE).sum().backward()
+                counts.append(torch.stack(routers.take()[0]))
+        assert torch.equal(*counts)
+        assert counts[0].sum() == 2 * 2 * int(routers.now.times_t.sum()), "in two layers two experts of each token"
+    assert counter.frame_count == 1
+
+
+def tokens_of_one_sequence(length):
+    return RoutedTokens(
+        times_t=torch.arange(length) % 3,
+        segment_t=torch.zeros(length, dtype=torch.int64),
+        member_SG=torch.ones(1, 1),
+        length_S=torch.full((1,), float(length)),
+        num_sequences=1,
+    )
 
 
 REFUSED = {

@@ -27,6 +27,7 @@ from offbeat_training import (
     random_state,
     slices,
     spec_of,
+    whole_box,
     write_files,
     write_model_index,
     write_state,
@@ -199,3 +200,39 @@ def test_ranks_compare_each_file_of_a_checkpoint_once_with_what_was_written(tmp_
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
     [damage] = filter(None, (find_damage(tmp_path, rank, 3) for rank in range(3)))
     assert damage.startswith(f"{tmp_path} is damaged: layer.1.safetensors has the digest ")
+
+
+def test_weights_of_single_experts_are_read_as_rows_of_their_stacks(tmp_path):
+    gate, up, down = (torch.randn(4, *shape) for shape in ((3, 5), (3, 5), (5, 3)))
+    layer, names = "model.layers.0.mlp.experts", {"gate_proj": gate, "up_proj": up, "down_proj": down}
+    single = {f"{layer}.{i}.{name}.weight": stack[i].clone() for name, stack in names.items() for i in range(4)}
+    save_file(single, tmp_path / "model.safetensors")
+    stacks = {f"{layer}.gate_up_proj": torch.cat([gate, up], 1), f"{layer}.down_proj": down}
+    with TensorFolder(tmp_path) as found:
+        assert found.names == set(single)
+        found.stack_experts()
+        assert found.names == {*single, *stacks}
+        for name, stack in stacks.items():
+            assert found.shape(name) == tuple(stack.shape)
+            for box in (((0, 4), *whole_box(stack.shape[1:])), ((1, 3), (2, 5), (1, 3)), ((2, 2), (0, 3), (0, 3))):
+                assert torch.equal(found.read(name, box), stack[slices(box)])
+    del single[f"{layer}.2.up_proj.weight"]
+    save_file(single, tmp_path / "model.safetensors")
+    with TensorFolder(tmp_path) as found:
+        found.stack_experts()
+        assert found.names == {*single, f"{layer}.down_proj"}, "one expert lacks a part of a stack"
+
+
+def test_transformers_stacks_experts_as_they_are_read():
+    from transformers.conversion_mapping import _build_checkpoint_conversion_mapping
+
+    halves, steps = ["*.gate_proj.weight", "*.up_proj.weight"], [("MergeModulelist", 0), ("Concatenate", 1)]
+    found = [
+        [(type(step).__name__, step.dim) for step in each.operations]
+        for conversions in _build_checkpoint_conversion_mapping().values()
+        for each in conversions
+        if [source.rpartition("experts.")[2] for source in each.source_patterns] == halves
+        if [target.rpartition(".")[2] for target in each.target_patterns] == ["gate_up_proj"]
+    ]
+    assert len(found) > 2
+    assert found == [steps] * len(found)

@@ -331,14 +331,16 @@ def _new_weights(model: CausalModel, config: TrainEngineConfig) -> dict[str, Ten
 def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfig, ranks: Ranks) -> None:
     """Fill pieces from a model folder, each rank its own boxes.
 
-    A folder whose tensors have other names than the model's parameters, as those of most mixtures of experts, is read
-    by transformers, which knows how to convert it: by the leader alone, for that is a second copy of the model.
+    A folder whose tensors have other names than the model's parameters is read by transformers, which knows how to
+    convert it: by the leader alone, for that is a second copy of the model. Weights of single experts are read as rows
+    of their stacks.
 
     Raises:
         ModelError: the folder is broken, or its weights are those of another model.
     """
     wanted = {piece.name: piece for piece in pieces}
     with TensorFolder(folder) as reader:
+        reader.stack_experts()
         is_plain = set(wanted) <= reader.names and all(reader.shape(name) == wanted[name].shape for name in wanted)
         if all(ranks.exchange(is_plain)):
             for name, piece in wanted.items():

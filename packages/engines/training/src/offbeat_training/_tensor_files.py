@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ MIN_FILE_BYTES: Final = 64 * 2**20
 """Smaller files gain nothing from another writer."""
 
 _OLD_TOWER: Final = "visual."
+_OF_AN_EXPERT: Final = re.compile(r"(.+\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
 
 Box = tuple[tuple[int, int], ...]
 """(start, stop) along each dimension of a tensor; empty for all of it."""
@@ -250,9 +252,37 @@ class TensorFolder:
         """Names of all tensors."""
         return set(self._parts)
 
+    def stack_experts(self) -> None:
+        """Make weights of single experts readable in stacks too, as most families have them in transformers.
+
+        Those are `gate_up_proj`, in which the rows of `gate_proj` come before those of `up_proj`, and `down_proj`, with
+        one row for each expert. Experts that are not all there, or have scales, are left as they are.
+        Source: transformers 5.19, conversion_mapping.py: MergeModulelist(dim=0), Concatenate(dim=1).
+        """
+        stacks: dict[str, list[tuple[Box, str, str]]] = {}
+        for name, pieces in self._parts.items():
+            if match := _OF_AN_EXPERT.fullmatch(name):
+                layer, number, kind = match.groups()
+                [(_, file, stored)] = pieces
+                rows, columns = self._shape_of(file, stored)
+                first = rows if kind == "up_proj" else 0
+                box = ((int(number), int(number) + 1), (first, first + rows), (0, columns))
+                target = kind if kind == "down_proj" else "gate_up_proj"
+                stacks.setdefault(f"{layer}.{target}", []).append((box, file, stored))
+        has_scales = any(name.endswith("_scale_inv") for name in self._parts)
+        whole = {
+            name: pieces
+            for name, pieces in stacks.items()
+            if sum(num_elements(box) for box, *_ in pieces) == math.prod(_extent(pieces)) and not has_scales
+        }
+        self._parts = {**whole, **self._parts}
+
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of a tensor that lies in one piece."""
-        [(_, file, stored)] = self._parts[name]
+        """Return the shape of a tensor that lies in one piece, or of a stack."""
+        pieces = self._parts[name]
+        return _extent(pieces) if pieces[0][0] else self._shape_of(*pieces[0][1:])
+
+    def _shape_of(self, file: str, stored: str) -> tuple[int, ...]:
         return tuple(self._files[file].get_slice(stored).get_shape())
 
     def check(self, name: str, shape: tuple[int, ...]) -> None:
@@ -282,9 +312,15 @@ class TensorFolder:
         for held, file, stored in pieces if num_elements(box) else ():
             shared = overlap(box, held)
             if num_elements(shared):
-                source = self._files[file].get_slice(stored)[slices(shared, held)] if box else self._get(file, stored)
-                found[slices(shared, box)] = source
+                found[slices(shared, box)] = self._read_piece(file, stored, slices(shared, held))
         return found
+
+    def _read_piece(self, file: str, stored: str, part: tuple[slice, ...]) -> Tensor:
+        """Read a part of a piece; one of fewer dimensions is a row of a stack."""
+        if not part:
+            return self._get(file, stored)
+        tensor: Tensor = self._files[file].get_slice(stored)[part[-len(self._shape_of(file, stored)) :]]
+        return tensor
 
     def _get(self, file: str, stored: str) -> Tensor:
         tensor: Tensor = self._files[file].get_tensor(stored)
@@ -297,6 +333,11 @@ class TensorFolder:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._stack.close()
+
+
+def _extent(pieces: Sequence[tuple[Box, str, str]]) -> tuple[int, ...]:
+    """Return the shape of a tensor whose pieces fill it."""
+    return tuple(max(stop for _, stop in ends) for ends in zip(*(box for box, *_ in pieces), strict=True))
 
 
 def _new_name(name: str) -> str:
