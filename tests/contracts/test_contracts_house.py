@@ -64,7 +64,7 @@ FOR_USERS = {
         "sequence_of_tokens",
     },
     "for trackers, transports and models of one's own": {
-        *("Tracker", "PeerStream", "Bucket", "TensorSlice", "CopyLane"),
+        *("Tracker", "PeerStream", "Bucket", "TensorSlice"),
         *("Operators", "PackedBatch", "PaddedBatch", "VisionBatch", "cann_version"),
     },
 }

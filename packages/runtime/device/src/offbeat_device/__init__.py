@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from offbeat_device._cuda import StreamLane, copy_to_device
     from offbeat_device._device import (
         AttendedTokens,
-        CopyLane,
         Device,
         DeviceMemory,
         MaskedAttention,
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "AttendedTokens",
-    "CopyLane",
     "Device",
     "DeviceMemory",
     "MaskedAttention",
@@ -55,8 +53,8 @@ __getattr__, __dir__ = load_lazily(
         "_compiling": "compiled prepare_compiler",
         "_cuda": "copy_to_device StreamLane",
         "_device": (
-            "accelerator_kind AttendedTokens CopyLane Device DeviceMemory MaskedAttention open_device Profiler "
-            "rank_device StableMemory WorkGraphs"
+            "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
+            "StableMemory WorkGraphs"
         ),
         "_offload": "MemoryOffloader",
         "_streaming": "StreamedMemory",
