@@ -18,13 +18,14 @@ def of_one_process(model, make_groups):
 
 
 EP_2, EP_4, EP_2_EDP_2 = {"dp": 2, "ep": 2}, {"dp": 4, "ep": 4}, {"dp": 4, "ep": 2}
+OFTEN = ["qwen3_moe", "qwen3_5_moe_text", "minimax_m2", "gpt_oss"]
 RUNS = [
-    *((family, EP_2) for family in MODELS),
+    *(pytest.param(family, EP_2, marks=[] if family in OFTEN else pytest.mark.nightly) for family in MODELS),
     ("qwen3_moe", EP_4),
     ("deepseek_v3", EP_2_EDP_2),
-    ("gpt_oss", EP_2_EDP_2),
+    pytest.param("gpt_oss", EP_2_EDP_2, marks=pytest.mark.nightly),
     ("qwen3_moe", {"dp": 2, "cp": 2, "ep": 2}),
-    ("qwen3_moe", {"cp": 2, "ep": 2}),
+    pytest.param("qwen3_moe", {"cp": 2, "ep": 2}, marks=pytest.mark.nightly),
 ]
 
 

@@ -150,7 +150,7 @@ class Routers:
 
 
 _BY_NAME: Final[WeakValueDictionary[str, Routers]] = WeakValueDictionary()
-"""Routers by name, by which an operation in a compiled layer finds the tokens in hand."""
+"""Routers of each model, in which an operation of a compiled layer finds the tokens in hand."""
 
 
 class LayerWatch:
