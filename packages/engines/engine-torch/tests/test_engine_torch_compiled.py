@@ -102,16 +102,16 @@ def test_layers_with_sinks_and_experts_are_compiled_for_each_kind_of_window(
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
 def test_layers_whose_routers_follow_routes_are_compiled(as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss):
-    folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32, num_layers=3)
+    folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32, num_layers=2)
     batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(2)]
     rng = np.random.default_rng(0)
     for number, batch in enumerate(batches[:1]):
-        routes = [rng.permuted(np.tile(np.arange(4), (len(each.ids), 3, 1)), axis=-1)[..., :2] for each in batch]
+        routes = [rng.permuted(np.tile(np.arange(4), (len(each.ids), 2, 1)), axis=-1)[..., :2] for each in batch]
         batches[number] = [replace(a, routes=(Routes.pack(b),)) for a, b in zip(batch, routes, strict=True)]
     found, num_graphs = train(create(folder, "on"), batches, weighted_loss), count_graphs.frame_count
     wanted = train(create(folder, "off"), batches, weighted_loss)
     assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())
-    assert num_graphs <= 12, "as many for three layers as for two"
+    assert num_graphs <= 12, "with and without gradients, routes and shared prompts"
 
 
 @pytest.mark.nightly

@@ -280,6 +280,21 @@ def test_routers_that_are_not_understood_are_named(family, settings, problem, tm
     assert engine.replay_problem.startswith(problem)
 
 
+def test_layers_without_experts_have_rows_that_are_not_read(tmp_path, make_groups):
+    engine = TorchTrainEngine.create(config(write(tmp_path, "glm4_moe", first_k_dense_replace=1)))
+    plain, rng = make_groups()[0], np.random.default_rng(0)
+    ids_TLK = np.tile([[[5, 6], [1, 2]]], (len(plain.ids), 1, 1))
+
+    def ask(ids_TLK):
+        return engine.logprobs([replace(plain, routes=(Routes.pack(ids_TLK),))])[0]
+
+    wanted = ask(ids_TLK)
+    ids_TLK[:, 0] = rng.integers(0, 8, (len(plain.ids), 2))
+    np.testing.assert_array_equal(ask(ids_TLK), wanted)
+    ids_TLK[:, 1] = [3, 4]
+    assert (ask(ids_TLK) != wanted).any()
+
+
 def test_experts_of_a_bfloat16_model_follow_routes_too(mixture, make_groups):
     exact, coarse = (TorchTrainEngine.create(config(mixture, dtype=dtype)) for dtype in ("float32", "bfloat16"))
     sequences = routed(make_groups(), unknown=0)

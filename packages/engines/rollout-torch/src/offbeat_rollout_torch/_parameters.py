@@ -1,4 +1,4 @@
-"""Places of tensors: of those of a model by name, and in one piece of memory one behind the other."""
+"""Places of tensors: those of a model by name, and those of one piece of memory one behind the other."""
 
 import math
 from collections.abc import Callable

@@ -234,6 +234,7 @@ class VllmRolloutEngine:
     held_bytes = staticmethod(held_bytes)
     dropped_settings = DROPPED_SETTINGS
     workers_receive = True
+    returns_routes = True
 
     def __init__(self, config: RolloutEngineConfig) -> None:
         setup = self._setup = Setup(config)
@@ -336,7 +337,8 @@ class VllmRolloutEngine:
 
     def _completion(self, sample: Sample, adapter: str) -> Completion:
         versions = self._control.served.segments(sample.labels, adapter)
-        return Completion.join(sample.ids, sample.logprobs, versions, sample.stop_reason, self._form.decode(sample.ids))
+        text = self._form.decode(sample.ids)
+        return Completion.join(sample.ids, sample.logprobs, versions, sample.stop_reason, text, sample.routes)
 
     async def score(self, request: ScoreRequest) -> list[Floats]:
         """See `ScoringEngine`: at temperature 1, of the distribution that nothing is cut from."""

@@ -24,6 +24,7 @@ from offbeat_core import (
     PauseMode,
     PeerFailedError,
     RolloutCapabilities,
+    Routes,
     SamplingParams,
     ScoreRequest,
     StopReason,
@@ -49,9 +50,13 @@ class Sample:
         self.prompt_logprobs: Sequence[float] = ()
         self.labels: list[tuple[int, int]] = []
         self.stop_reason: StopReason | None = None
+        self.routes: Routes | None = None
 
     def push(self, delta: Delta, eos_ids: frozenset[int]) -> None:
         self.ids.extend(delta.ids)
+        if delta.routes_TLK is not None:
+            # A stop string may end a sample before tokens that were drawn with it.
+            self.routes = Routes.pack(delta.routes_TLK[: len(self.request.prompt_ids) + len(self.ids)])
         self.logprobs.extend(delta.logprobs)
         if delta.prompt_logprobs:
             self.prompt_logprobs = delta.prompt_logprobs

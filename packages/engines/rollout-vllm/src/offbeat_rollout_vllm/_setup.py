@@ -172,6 +172,7 @@ class Setup:
     Attributes:
         folder: of the model; says what an update must bring.
         holds_blocks: the engine holds FP8 blocks as such; else as the values that they stand for.
+        returns_routes: it is asked for the experts of each token.
     """
 
     def __init__(self, config: RolloutEngineConfig) -> None:
@@ -194,17 +195,41 @@ class Setup:
             self.folder = with_scales(self.folder)
         elif is_mxfp4(self.folder):
             extra = plain_arguments(options.engine)
+        wants_routes = config.return_routes and _can_return_routes(self.folder, options)
+        self.returns_routes = wants_routes and not is_cpu
+        if wants_routes and is_cpu:
+            self.notices += [f"{name} {version} does not say which experts tokens took: the trainer replays none"]
+        if self.returns_routes:
+            extra |= RETURN_ROUTES
         needs = engine_needs(LIBRARY, self.config, releases=(release_of(version),))
         self.notices += filter(None, [needs.notice])
         arguments = {**needs.options, **extra, **self.traces.arguments}
         self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
-        self.capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=self.folder.has_vision)
+        capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=self.folder.has_vision)
+        self.capabilities = replace(capabilities, routes=self.returns_routes)
 
     def first_weights(self) -> WeightStream | None:
         """Return the update by which the engine comes to the folder's weights; None: it loads them by itself."""
         if self.is_fp8:
             return read_blocks(self.folder)
         return read_decoded(self.folder) if is_mxfp4(self.folder) else None
+
+
+RETURN_ROUTES: Final = {"enable_return_routed_experts": True}
+"""Argument with which the last output of a sample has `routed_experts`, [T, layers, experts of a token]: of prompt and
+completion but for the last token. A token of a cached prefix has the route of when it was computed, which vLLM keeps
+for each block of the cache; one that is computed again after new weights keeps its first.
+
+Source: vllm 0.32.0, vllm/distributed/aux_output_connector/connector.py (take_output, build_connector_meta),
+vllm/v1/engine/output_processor.py; what it needs, Triton among it: vllm/config/vllm.py
+(_verify_aux_output_compatibility, use_v2_model_runner).
+"""
+
+
+def _can_return_routes(folder: ModelFolder, options: VllmRolloutOptions) -> bool:
+    """Return whether the model has experts, and the cache of prefixes, in whose blocks vLLM keeps routes, is on."""
+    has_experts = any(".experts." in name for name in folder.shapes)
+    return has_experts and bool(options.engine.get("enable_prefix_caching", True))
 
 
 def _capabilities(

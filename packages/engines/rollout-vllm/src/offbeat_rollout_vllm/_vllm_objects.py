@@ -14,6 +14,7 @@ from importlib import import_module
 from typing import Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from offbeat_core import ConfigError, DataError, GenerateRequest, Image, OffbeatError, SamplingParams
 from offbeat_rollout_vllm._options import check_arguments
@@ -37,6 +38,8 @@ class Delta:
         finish_reason: vLLM's, when the sample has ended: "stop", "length", "abort".
         stop_string: the string that ended it, or "".
         prompt_logprobs: where they were asked for, of the prompt's tokens from the second on; else empty.
+        routes_TLK: with the last step, experts of prompt and completion but for the last token; None where vLLM was not
+            asked for them. It has a row for each decoder layer, of zeros where a layer has no experts.
     """
 
     ids: Sequence[int]
@@ -46,6 +49,7 @@ class Delta:
     finish_reason: str | None = None
     stop_string: str = ""
     prompt_logprobs: Sequence[float] = ()
+    routes_TLK: npt.NDArray[np.integer[Any]] | None = None
 
 
 def check_request(
@@ -152,6 +156,7 @@ def read_output(output: Any, label: int | None) -> Delta:
         finish_reason=completion.finish_reason,
         stop_string=stopped_by if isinstance(stopped_by, str) else "",
         prompt_logprobs=prompt_logprobs(output.prompt_logprobs, output.prompt_token_ids),
+        routes_TLK=completion.routed_experts,
     )
 
 

@@ -1,6 +1,6 @@
 """Routes: the experts of a mixture that each token took, as the engine that sampled says, and a trainer may replay.
 
-Shapes: T tokens, L layers with a router in the order of the model, K experts of a token.
+Shapes: T tokens, L decoder layers, K experts of a token. A layer without a router has numbers that are not read.
 """
 
 import zlib

@@ -4,7 +4,7 @@ A router of transformers scores all experts, takes the best by `torch.topk`, and
 routes are replayed, `topk` gives the experts of the route and their scores, so that everything after it is the family's
 own: softmax, sigmoid, normalised, scaled. Weights and their gradients are the trainer's; only the choice is not.
 
-Shapes: T tokens of a pass, E experts of a layer, K of them for each token, L layers with a router.
+Shapes: T tokens of a pass, E experts of a layer, K of them for each token, L decoder layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from offbeat_core import ModelError, TrainSequence
@@ -31,8 +31,10 @@ class Routing:
         problem: why routes cannot be replayed, once the routers were watched; "" where they can.
     """
 
-    def __init__(self, whole: nn.Module) -> None:
-        self._routers = [_Router(module) for module in whole.modules() if is_router(module)]
+    def __init__(self, whole: Any) -> None:
+        found = [(name, each) for name, each in whole.named_modules() if is_router(each)]
+        self._routers = [_Router(module, _layer_of(name)) for name, module in found]
+        self._num_layers = int(getattr(whole.config.get_text_config(), "num_hidden_layers", 0)) if found else 0
         self.problem = "" if self._routers else "the model has no routers that this engine knows"
 
     @contextmanager
@@ -56,9 +58,9 @@ class Routing:
             routes_LKT: [L, K, T] int16; below 0 for a token whose router chooses.
             replays: take them; otherwise choices are only compared with them.
         """
-        for number, router in enumerate(self._routers):
+        for router in self._routers:
             router.replays = replays
-            router.route_TK = None if routes_LKT is None else routes_LKT[number].t()
+            router.route_TK = None if routes_LKT is None else routes_LKT[router.layer].t()
 
     def differing(self) -> Tensor | None:
         """[T] share of the layers in which the routers, in the last pass, would have chosen another set of experts.
@@ -79,7 +81,7 @@ class Routing:
             return
         if self.problem:
             raise ModelError(f"routes of {family} cannot be replayed: {self.problem}; set rollout.replay_routes = off")
-        layers, width = len(self._routers), self._routers[0].num_chosen
+        layers, width = self._num_layers, self._routers[0].num_chosen
         num_experts = min(router.num_experts for router in self._routers)
         wrong = next((e for e in routes if e.shape[1:] != (layers, width) or e.highest >= num_experts), None)
         if wrong is not None:
@@ -89,10 +91,16 @@ class Routing:
             )
 
 
+def _layer_of(name: str) -> int:
+    """Return the number of the decoder layer that a module is in: the first number in its name."""
+    return next((int(part) for part in name.split(".") if part.isdecimal()), 0)
+
+
 class _Router:
     """The forward of a router.
 
     Attributes:
+        layer: number of its decoder layer.
         is_watched: a pass runs to find out how it chooses.
         replays: whether its choice is replaced, or only compared.
         num_experts, num_chosen: E and K, once it was watched.
@@ -100,7 +108,8 @@ class _Router:
         differs_T: of the last pass with a route, whether its own choice was another set; -1 without a route.
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, layer: int) -> None:
+        self.layer = layer
         self.is_watched, self.replays = False, True
         self.num_experts = self.num_chosen = 0
         self.route_TK: Tensor | None = None
