@@ -8,19 +8,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from grpo_runs import Main, latest_checkpoint, run_to_its_end, values_of
-from test_grpo_app_parts import group
+from grpo_runs import Main, run_to_its_end, values_of
 
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.correction import choose_correction, route_bytes
 from grpo_async_app._roles.batches import build_batches
 from grpo_async_app._roles.groups import SampledGroup, load_groups, save_groups
-from grpo_async_app._run.backend import LOOP_FOLDER
 from offbeat_core import (
     Completion,
     ConfigError,
     Floats,
     GenerateRequest,
+    Reply,
     RolloutEngineConfig,
     Routes,
     SamplingParams,
@@ -110,16 +109,9 @@ def test_a_run_replays_by_default_and_measures_where_routes_differ(
     assert same < other
 
 
-def test_routes_are_kept_in_checkpoints_and_a_resumed_run_replays_them(
-    forked_main: Main, mixture: Path, tmp_path: Path
-) -> None:
+def test_a_resumed_run_replays(forked_main: Main, mixture: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    words = (*SHORT, "--async.staleness_threshold=1", "--engine.max_updates=1")
-    run_to_its_end(forked_main, "train", mixture, "--out", run, *words)
-    held = list(load_groups(latest_checkpoint(run).path / LOOP_FOLDER).values())
-    routes = [turn.routes for group in held for each in group.trajectories for turn in each.turns]
-    assert routes
-    assert all(each is not None and each.shape[1:] == (4, 4) for each in routes)
+    run_to_its_end(forked_main, "train", mixture, "--out", run, *SHORT, "--engine.max_updates=1")
     run_to_its_end(forked_main, "resume", run, "--engine.max_updates=2")
     assert set(values_of(run, "mismatch/routes_differ")) == {1, 2}
 
@@ -143,9 +135,42 @@ def test_what_can_be_replayed_is_and_a_wish_that_cannot_be_is_refused(mixture: P
 
 def test_a_plan_counts_the_bytes_of_routes(mixture: Path, config: Path, command: CommandLine) -> None:
     assert route_bytes(load_config(mixture, GrpoConfig).model.path) == 4 * 4
-    planned = command.run("plan", str(mixture))
-    assert "16 bytes a token, at most" in planned
-    assert "bytes a token" not in command.run("plan", str(config))
+    assert "16 bytes a token, at most" in command("plan", mixture).out
+    assert "bytes a token" not in command("plan", config).out
+
+
+def group_of(*turns: Completion) -> SampledGroup:
+    """Two samples that are alike, of these turns."""
+    replies = (Reply(ids=np.array([6], np.int32)),) * (len(turns) - 1)
+    return SampledGroup(
+        group_id=0,
+        item=0,
+        prompt_ids=np.arange(3, dtype=np.int32),
+        trajectories=[Trajectory(turns=turns, replies=replies)] * 2,
+        rewards=[0.0, 1.0],
+        parts=[{}, {}],
+    )
+
+
+def routed_turn(ids_TLK: Any, start: int = 0) -> Completion:
+    return Completion.join([3, 4, 5], [-1.0] * 3, [(0, 3)], "eos", "", Routes.pack(ids_TLK, start=start))
+
+
+def test_routes_survive_a_checkpoint_and_older_checkpoints_have_none(tmp_path: Path) -> None:
+    ids_TLK = np.random.default_rng(0).integers(-1, 4, (5, 2, 2))
+    turns = routed_turn(ids_TLK), routed_turn(ids_TLK, start=5)
+    save_groups(tmp_path, [group_of(*turns)])
+    for trajectory in load_groups(tmp_path)[0].trajectories:
+        for old, new in zip(turns, trajectory.turns, strict=True):
+            assert old.routes is not None
+            assert new.routes is not None
+            assert new.routes.unpack().tolist() == old.routes.unpack().tolist()
+            assert (new.routes.start, new.routes.shape) == (old.routes.start, old.routes.shape)
+    index = json.loads((tmp_path / "buffer.json").read_bytes())
+    for described in (turn for trajectory in index[0]["trajectories"] for turn in trajectory["turns"]):
+        del described["routes"]
+    (tmp_path / "buffer.json").write_text(json.dumps(index))
+    assert load_groups(tmp_path)[0].trajectories[0].turns[0].routes is None
 
 
 def test_a_critic_is_given_no_routes_of_the_policy() -> None:
@@ -159,17 +184,7 @@ def test_a_critic_is_given_no_routes_of_the_policy() -> None:
             seen[self.name] = [bool(sequence.routes) for sequence in sequences]
             return [-sequence.loss_mask.astype(np.float32) for sequence in sequences]
 
-    completion = replace(
-        Completion.join([3, 4, 5], [-1.0] * 3, [(0, 3)], "eos", ""), routes=Routes.pack(np.zeros((5, 1, 1), int))
-    )
-    group = SampledGroup(
-        group_id=0,
-        item=0,
-        prompt_ids=np.arange(3, dtype=np.int32),
-        trajectories=[Trajectory.of(completion)] * 2,
-        rewards=[0.0, 1.0],
-        parts=[{}, {}],
-    )
+    group = group_of(routed_turn(np.zeros((5, 1, 1), int)))
     engine: Any = Engine("policy")
     critic: Any = Engine("critic")
     config = AlgorithmConfig(advantage="gae")
@@ -177,22 +192,3 @@ def test_a_critic_is_given_no_routes_of_the_policy() -> None:
         [[first, _]], _ = build_batches([group], config, engine, 1, critic=critic, keeps_routes=keeps)
         assert seen == {"policy": [keeps] * 2, "critic": [False] * 2}
         assert bool(first.routes) is keeps
-
-
-def test_routes_survive_a_checkpoint_and_older_checkpoints_have_none(tmp_path: Path) -> None:
-    before = group(1, [4], [0.5], num_turns=2)
-    ids_TLK = np.random.default_rng(0).integers(-1, 4, (9, 2, 2))
-    [first, second] = before.trajectories[0].turns
-    turns = (replace(first, routes=Routes.pack(ids_TLK)), replace(second, routes=Routes.pack(ids_TLK, start=7)))
-    save_groups(tmp_path, [replace(before, trajectories=[replace(before.trajectories[0], turns=turns)])])
-    [after] = load_groups(tmp_path)[1].trajectories
-    for old, new in zip(turns, after.turns, strict=True):
-        assert old.routes is not None
-        assert new.routes is not None
-        assert new.routes.unpack().tolist() == old.routes.unpack().tolist()
-        assert (new.routes.start, new.routes.shape) == (old.routes.start, old.routes.shape)
-    index = json.loads((tmp_path / "buffer.json").read_bytes())
-    for described in index[0]["trajectories"][0]["turns"]:
-        del described["routes"]
-    (tmp_path / "buffer.json").write_text(json.dumps(index))
-    assert load_groups(tmp_path)[1].trajectories[0].turns[0].routes is None

@@ -128,6 +128,9 @@ def _write_engines(draft: RecipeBuilder) -> None:
         draft.put("rollout.weight_format", "fp8", f"{_VLLM}quantization")
     elif quantization:
         draft.lose(f"{_VLLM}quantization", "engines sample from rollout.dtype, or from fp8 with rollout.weight_format")
+    draft.take(f"{_VLLM}enable_return_routed_experts")
+    if draft.take("trainer.enable_router_replay"):
+        draft.put("rollout.replay_routes", "auto", "trainer.enable_router_replay")
     options: dict[str, Any] = {"gpu_memory_utilization": draft.take(f"{_VLLM}gpu_memory_utilization", default=0.9)}
     sources = [f"{_VLLM}gpu_memory_utilization"]
     for name in [each for each in draft.left if each.startswith(_VLLM) and _OPTIONS.row(each) == _HANDED_ON]:

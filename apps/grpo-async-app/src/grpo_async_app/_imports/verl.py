@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from grpo_async_app._imports.verl_engine import write_optimizer, write_trainer
+from grpo_async_app._imports.verl_engine import write_optimizer, write_replay, write_trainer
 from grpo_async_app._imports.verl_objective import write_objective, write_teacher
 from grpo_async_app._imports.verl_paths import write_portable_paths
 from grpo_async_app._imports.verl_rollout import group_of_fork, write_rollout
@@ -58,6 +58,7 @@ def import_verl(
     _write_places(draft, is_apart=mode != "sync")
     _write_rhythm(draft, mode)
     write_optimizer(draft)
+    write_replay(draft)
     write_teacher(draft)
     write_portable_paths(draft, variables or {})
     draft.finish(_OPTIONS)

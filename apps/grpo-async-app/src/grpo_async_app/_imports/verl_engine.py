@@ -73,6 +73,19 @@ def _write_axes(draft: RecipeBuilder) -> None:
         draft.put("engine.options", options, *(f"{_MEGATRON}{_AXES[key]}" for key in options))
 
 
+def write_replay(draft: RecipeBuilder) -> None:
+    """Write whether the trainer takes the experts that the engines took.
+
+    Source: verl, docs/advance/router_replay.md: R3 replays the engines' experts, R2 those of the old log-probabilities.
+    """
+    name, asking = f"{_ACTOR}router_replay.mode", "actor_rollout_ref.rollout.enable_rollout_routing_replay"
+    mode, is_asked = draft.take(name), draft.take(asking)
+    if mode == "R3" or (is_asked and mode is None):
+        draft.put("rollout.replay_routes", "auto", name if mode else asking)
+    elif mode == "R2":
+        draft.lose(name, "R2 replays the trainer's experts of the old log-probabilities: rollout.replay_routes = auto")
+
+
 _OPTIM: Final = f"{_ACTOR}optim."
 
 

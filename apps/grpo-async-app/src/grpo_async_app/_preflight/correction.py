@@ -87,8 +87,7 @@ def route_bytes(folder: str) -> int:
     """Return the bytes that say which experts one token took, before compression; 0 for a dense model."""
     sizes = _text_config(folder)
     width = next((size for name in _WIDTHS if isinstance(size := sizes.get(name), int)), 0)
-    layers = int(sizes.get("num_hidden_layers") or 0) - int(sizes.get("first_k_dense_replace") or 0)
-    return layers * width * (1 if _num_experts(sizes) < 256 else 2)
+    return int(sizes.get("num_hidden_layers") or 0) * width * (1 if _num_experts(sizes) < 256 else 2)
 
 
 _WIDTHS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk", "top_k_experts")

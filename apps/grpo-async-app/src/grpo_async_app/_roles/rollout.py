@@ -145,6 +145,12 @@ class RolloutRole:
                 f"rollout.weight_format = fp8: an engine of rollout.backend = {backend!r} takes no FP8 blocks "
                 "from the trainer; set it to dtype (rollout.options may quantise by themselves), or take backend torch"
             )
+        if (wish := self._config.rollout.replay_routes) in ("on", "measure") and not self._engine.capabilities.routes:
+            await self._engine.close()
+            raise ConfigError(
+                f"rollout.replay_routes = {wish}: this engine of rollout.backend = {backend!r} does not say which "
+                "experts tokens took; leave it at auto, or take backend torch"
+            )
         if self._config.async_.partial_rollout and "keep" not in self._engine.capabilities.pause_modes:
             await self._engine.close()
             raise ConfigError(
