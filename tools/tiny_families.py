@@ -58,6 +58,16 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
     "deepseek_v3": {"topk_method": "noaux_tc"},  # published, and read by vLLM alone
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
+    "gemma3": {
+        "vision_config": {
+            "hidden_size": 32,
+            "num_hidden_layers": 1,
+            "num_attention_heads": 2,
+            "image_size": 16,
+            "patch_size": 4,
+        },
+        "mm_tokens_per_image": 4,
+    },
     "gemma3n_text": {"num_kv_shared_layers": 0, "layer_types": BOTH_KINDS},
     "gemma4_text": {"layer_types": BOTH_KINDS, "num_kv_shared_layers": 0},
     "gemma4_unified_text": {"layer_types": BOTH_KINDS, "num_kv_shared_layers": 0},

@@ -17,7 +17,7 @@ WITHOUT_ESTIMATE = {
     *("phi", "phimoe", "starcoder2", "whisper"),
     # Gates, norms, embeddings or experts of their own.
     *("afmoe", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "dbrx", "diffllama"),
-    *("ernie4_5_moe", "fuyu", "gemma4_text", "gemma4_unified_text", "granitemoe", "granitemoeshared", "hrm_text"),
+    *("ernie4_5_moe", "fuyu", "granitemoe", "granitemoeshared", "hrm_text"),
     *("hunyuan_v1_moe", "hyperclovax", "jetmoe", "laguna", "minimax_m3_vl_text", "olmo"),
 }
 

@@ -1,6 +1,8 @@
 """Sequences with images for tiny vision-language models, and what transformers says of them."""
 
 import json
+import math
+from importlib import import_module
 
 import numpy as np
 import torch
@@ -11,10 +13,28 @@ from offbeat_core import TrainSequence
 SIZES = ((40, 56), (33, 70), (24, 24))
 
 
+TOWERS = ("model.visual.", "model.vision_tower.", "model.multi_modal_projector.", "model.embed_vision.")
+"""Beginnings of the names of what turns pixels into embeddings."""
+
+
 def token_ids(folder):
     """Ids of a vision model's placeholder, and of the tokens before and after an image."""
     config = json.loads((folder / "config.json").read_text())
-    return tuple(config[f"{name}_token_id"] for name in ("image", "vision_start", "vision_end"))
+    found = {name.partition("_token_")[0]: value for name, value in config.items() if "_token_" in name}
+    names = ("image", "boi", "eoi") if "boi" in found else ("image", "vision_start", "vision_end")
+    return tuple(found[name] for name in names)
+
+
+def num_placeholders(processor, image):
+    """Count the placeholder tokens of an image, by its family's image processor."""
+    height, width = image.shape[:2]
+    family = type(processor).__name__
+    if family.startswith("Gemma3"):
+        return processor.size["height"] * processor.size["width"] // 64
+    if family.startswith("Gemma4"):
+        resize = import_module(type(processor).__module__).get_aspect_ratio_preserving_size
+        return math.prod(resize(height, width, 4, processor.max_soft_tokens * 4, 2)) // 64
+    return processor.get_number_of_image_patches(height, width) // 4
 
 
 def draw_image(size, seed):
@@ -33,7 +53,7 @@ class Pictures:
         """Words, and between them the images' placeholders."""
         parts = [rng.integers(3, 300, 3)]
         for image in images:
-            count = self.processor.get_number_of_image_patches(*image.shape[:2]) // 4
+            count = num_placeholders(self.processor, image)
             parts += [[self.start_id], np.full(count, self.image_id), [self.end_id], rng.integers(3, 300, 2)]
         return np.concatenate(parts).astype(np.int32)
 
@@ -64,15 +84,18 @@ class Yardstick:
         self.model.eval()
         self.processor = AutoImageProcessor.from_pretrained(folder)
 
+    def given(self, sequence):
+        """What the model takes of images, and which tokens they are; those in the loss were sampled."""
+        made = self.processor(images=list(sequence.images), input_data_format="channels_last", return_tensors="pt")
+        kinds = (sequence.ids == self.model.config.image_token_id) & ~sequence.loss_mask
+        kinds_name = "token_type_ids" if self.model.config.model_type == "gemma3" else "mm_token_type_ids"
+        names = ("pixel_values", "image_grid_thw", "image_position_ids")
+        return {name: made[name] for name in names if name in made} | {kinds_name: torch.from_numpy(kinds)[None].int()}
+
     def logprobs(self, sequence):
         """[T - 1] of each token given those before it."""
         ids = torch.from_numpy(sequence.ids.astype(np.int64))[None]
-        given = {}
-        if sequence.images:
-            given = dict(
-                self.processor(images=list(sequence.images), input_data_format="channels_last", return_tensors="pt")
-            )
-            given["mm_token_type_ids"] = (ids == self.model.config.image_token_id).int()
+        given = self.given(sequence) if sequence.images else {}
         logits = self.model(input_ids=ids, use_cache=False, **given).logits[0, :-1]
         return torch.log_softmax(logits, -1).gather(1, ids[0, 1:, None])[:, 0]
 

@@ -9,7 +9,7 @@ from offbeat_core import ConfigError, DataError, PeerFailedError, TrainEngineCon
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_vision_model
 
-FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False)]
+FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", False), ("gemma3", True), ("gemma4", False)]
 
 # Images of each prompt. One rank of all has any; none has; more ranks than sequences, so that some only keep company.
 UPDATES = {"one image": (1, 0, 0, 0, 0, 0), "three of one": (0, 0, 3, 0), "none": (0, 0, 0), "one sequence": (1,)}

@@ -5,21 +5,26 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from pictured_sequences import SIZES, Pictures, Yardstick, draw_image
+from pictured_sequences import SIZES, TOWERS, Pictures, Yardstick, draw_image
 
 from offbeat_core import ConfigError, DataError, ModelError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_testing import tiny_vision_model
 from offbeat_training import plan_packs
 
-FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
+FAMILIES = [
+    *(("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)),
+    *(("gemma3", True), ("gemma4", True), ("gemma4", False)),
+]
 COUNTS = (0, 1, 3, 1)
+# Fewer tokens than an image has: what its tokens see of it is cut on one side alone.
+WINDOW = {family: {"sliding_window": 9} for family in ("gemma3", "gemma4")}
 
 
 @pytest.fixture(scope="module", params=FAMILIES, ids=lambda param: f"{param[0]}-{'tied' if param[1] else 'untied'}")
 def folder(request, tmp_path_factory):
     family, tied = request.param
-    return tiny_vision_model(tmp_path_factory.mktemp("vision") / family, family, tied=tied)
+    return tiny_vision_model(tmp_path_factory.mktemp("vision") / family, family, tied=tied, text=WINDOW.get(family))
 
 
 @pytest.fixture(scope="module")
@@ -41,8 +46,12 @@ def assert_gradients(engine, sequences, loss, wanted, absent=()):
     found = {name: each.grad for name, each in engine._optimizer.parameters.items()}
     assert value == pytest.approx(wanted[0], abs=1e-7)
     assert found.keys() == {name for name in wanted[1] if not name.startswith(absent)}
+    # Gemma 4 rounds to float32 in more places, and the scores of its attention are not scaled down.
+    share = 1e-5 if any("embed_vision" in name for name in wanted[1]) else 2e-6
     for name in found:
-        assert (found[name] - wanted[1][name]).abs().max() <= 2e-6 * wanted[1][name].abs().max(), name
+        # What is added to all keys without positions changes nothing: its gradient is 0 but for rounding.
+        rounding = 1e-9 if name.startswith(TOWERS) and name.endswith("k_proj.bias") else 0.0
+        assert (found[name] - wanted[1][name]).abs().max() <= share * wanted[1][name].abs().max() + rounding, name
 
 
 @pytest.mark.parametrize("num_images", [0, 1, 3])
@@ -57,7 +66,7 @@ def test_logprobs_are_those_of_transformers(folder, num_images):
             np.testing.assert_allclose(got[each.loss_mask], want[each.loss_mask[1:]], atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl"])
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4"])
 def test_logprobs_on_padded_rows_are_those_of_transformers(tmp_path, family):
     folder = tiny_vision_model(tmp_path / family, family)
     sequences = Pictures(folder).groups(COUNTS)
@@ -74,7 +83,7 @@ def test_logprobs_on_padded_rows_are_those_of_transformers(tmp_path, family):
 def test_gradients_reach_the_tower(folder, share, weighted_loss):
     sequences = Pictures(folder).groups(COUNTS)
     wanted = Yardstick(folder, torch.float64).gradients(sequences)
-    assert any("visual" in name and grad.abs().max() > 1e-6 for name, grad in wanted[1].items())
+    assert any(name.startswith(TOWERS) and grad.abs().max() > 1e-6 for name, grad in wanted[1].items())
     engine = engine_of(folder, double=True, options={"share_prompts": share})
     assert_gradients(engine, sequences, weighted_loss, wanted)
 
@@ -83,15 +92,14 @@ def test_a_frozen_tower_stays_and_the_rest_learns_the_same(folder, weighted_loss
     sequences = Pictures(folder).groups(COUNTS)
     frozen = {"train_vision": False}
     wanted = Yardstick(folder, torch.float64).gradients(sequences)
-    assert_gradients(
-        engine_of(folder, double=True, options=frozen), sequences, weighted_loss, wanted, absent=("model.visual.",)
-    )
+    assert_gradients(engine_of(folder, double=True, options=frozen), sequences, weighted_loss, wanted, absent=TOWERS)
     engine = engine_of(folder, options=frozen, learning_rate=1e-2)
     engine.forward_backward(sequences, weighted_loss)
     before = {name: tensor.clone() for name, tensor in engine.weights()}
     engine.step()
     moved = {name for name, tensor in engine.weights() if not torch.equal(tensor, before[name])}
-    assert moved == {name for name in before if "visual" not in name}
+    # Scales of Gemma 4's layers are no parameters.
+    assert moved == {name for name in before if not (name.startswith(TOWERS) or name.endswith(".layer_scalar"))}
 
 
 def test_activation_checkpointing_changes_no_gradient(qwen3, weighted_loss):

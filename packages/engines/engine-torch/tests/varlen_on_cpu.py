@@ -23,21 +23,21 @@ def _attend(query, *rest):
 
 def sequences(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size):
     """Queries, keys and values of each sequence, by query head, and the scores [H, Q, K]."""
-    assert window_size[1] == 0, "causal"
+    assert window_size[1] in (0, -1), "causal, or everything that comes later"
     for n in range(len(cu_q) - 1):
         q, (k, v) = query[cu_q[n] : cu_q[n + 1]], (each[cu_k[n] : cu_k[n + 1]] for each in (key, value))
         assert len(q) <= max_q
         assert len(k) <= max_k
         k, v = (each.repeat_interleave(q.shape[1] // k.shape[1], 1) for each in (k, v))
         back = (torch.arange(len(q))[:, None] + len(k) - len(q)) - torch.arange(len(k))[None]
-        seen = (back >= 0) & ((window_size[0] < 0) | (back <= window_size[0]))
+        seen = ((back >= 0) | (window_size[1] < 0)) & ((window_size[0] < 0) | (back <= window_size[0]))
         scores = torch.einsum("qhd,khd->hqk", q, k) * scale
         yield q, k, v, scores.masked_fill(~seen, -torch.inf)
 
 
 @varlen._varlen_attn.register_kernel("cpu")
 def _forward(query, key, value, cu_q, cu_k, max_q, max_k, is_causal=False, scale=None, window_size=None, *_):
-    assert is_causal == (window_size == [-1, 0])
+    assert is_causal == (list(window_size) == [-1, 0])
     out, lse = _attend(query, key, value, cu_q, cu_k, max_q, max_k, scale, window_size)
     return out, lse, torch.zeros(2, dtype=torch.uint64)
 

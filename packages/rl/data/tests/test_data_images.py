@@ -11,7 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from draw_geometry import main as draw_geometry
+from hypothesis import given
+from hypothesis import strategies as st
 from PIL import Image
+from tokenizers import Tokenizer
+from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
 from offbeat_core import DataError, ModelError
 from offbeat_data import (
@@ -26,6 +30,7 @@ from offbeat_data import (
     load_ratings,
     load_tokenizer,
 )
+from offbeat_data._image_rules import Gemma4ImageRules
 
 SQUARE = 8  # pixels of a token, high and wide: see `vision_folder`
 
@@ -265,6 +270,62 @@ def test_a_model_whose_images_are_cut_otherwise_is_named(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"image_token_id": 5}))
     with pytest.raises(ModelError, match=r"preprocessor_config\.json.*must give patch_size"):
         load_image_rules(tmp_path)
+
+
+GEMMA = {
+    "gemma3": (
+        {"image_token_index": "soft", "boi_token_index": "boi", "eoi_token_index": "eoi", "mm_tokens_per_image": 4},
+        {"vision_config": {"image_size": 16}},
+        "<boi>",
+        "\n\n<boi>{}<eoi>\n\n",
+    ),
+    "gemma4": (
+        {"image_token_id": "soft", "boi_token_id": "boi", "eoi_token_id": "eoi"},
+        {},
+        "<soft>",
+        "<boi>{}<eoi>",
+    ),
+}
+
+
+@pytest.fixture(params=GEMMA)
+def gemma(request, vision_folder, tmp_path):
+    """Family, tokenizer, and text of an image whose placeholders are left open."""
+    ids, more, mark, written = GEMMA[request.param]
+    backend = Tokenizer.from_file(str(vision_folder / "tokenizer.json"))
+    backend.add_special_tokens(["<boi>", "<eoi>", "<soft>"])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    named = {key: backend.token_to_id(f"<{name}>") if isinstance(name, str) else name for key, name in ids.items()}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": request.param, **named, **more}))
+    settings = {"patch_size": 4, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(settings))
+    template = (vision_folder / "chat_template.jinja").read_text()
+    (tmp_path / "chat_template.jinja").write_text(template.replace("<|vision_start|><|image_pad|><|vision_end|>", mark))
+    (tmp_path / "tokenizer_config.json").write_text((vision_folder / "tokenizer_config.json").read_text())
+    return request.param, load_tokenizer(tmp_path), written
+
+
+def test_images_of_gemma_are_written_as_its_processor_writes_them(gemma, tmp_path, write_jsonl):
+    """Between marks, which chat templates of Gemma 3 write alone, and as many tokens as their size asks for."""
+    family, tokenizer, written = gemma
+    (tmp_path / "figure").write_bytes(picture(0, 24, 32))
+    path = write_jsonl([{"prompt": "Before <image>after.", "answer": "1", "images": ["figure"]}])
+    [prompt] = load(tokenizer, path)
+    size = {"gemma3": (16, 16), "gemma4": (56, 72)}[family]
+    image = written.format("<soft>" * (size[0] * size[1] // 64))
+    assert f"user\nBefore {image}after." in tokenizer.decode(prompt.ids, skip_special_tokens=False)
+    assert prompt.images[0].shape == (*size, 3)
+
+
+@given(height=st.integers(1, 3000), width=st.integers(1, 3000))
+def test_images_of_gemma4_have_a_size_that_its_processor_leaves_alone(height, width):
+    rules = Gemma4ImageRules(token_id=1, square=48, begin_id=2, end_id=3, max_tokens=280)
+    size = rules.fit(height, width)
+    assert get_aspect_ratio_preserving_size(*size, 16, 280 * 9, 3) == size
+    assert 1 <= rules.num_tokens(*size) <= 280
+    once = get_aspect_ratio_preserving_size(height, width, 16, 280 * 9, 3)
+    assert size[0] >= once[0]
+    assert size[1] >= once[1]
 
 
 def test_conversations_with_images_mask_the_answers_alone(tokenizer, rules, tmp_path, write_jsonl):

@@ -74,6 +74,29 @@ SPARSE_RULE = {**RULE, **MOE, "num_hidden_layers": 5, "mlp_only_layers": [], "sh
 QWEN3_5_MOE = {key: value for key, value in SPARSE_RULE.items() if key not in {"intermediate_size", "mlp_only_layers"}}
 QWEN3_5_VISION = {key: value for key, value in QWEN3_VISION.items() if key != "deepstack_visual_indexes"}
 KINDS = ["linear_attention", "full_attention"]
+KINDS_OF_WINDOW = ["sliding_attention", "full_attention"]
+
+GEMMA4 = {
+    **QWEN3,
+    "pad_token_id": 0,
+    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    "global_head_dim": 24,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}
+GEMMA4_LARGE = {**GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1}
+GEMMA4_SHARING = {**GEMMA4, "num_hidden_layers": 5, "num_kv_shared_layers": 2, "use_double_wide_mlp": True}
+GEMMA4_SHARING["layer_types"] = ["sliding_attention", "sliding_attention", "full_attention", *KINDS_OF_WINDOW]
+GEMMA4_SPARSE = {**GEMMA4, "enable_moe_block": True, "num_experts": 5, "top_k_experts": 2, "moe_intermediate_size": 24}
+GEMMA4_TOWER = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+GEMMA4_TOWER |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "position_embedding_size": 64}
+SIGLIP = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIGLIP |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
+
+
+def with_tower(text, vision, **more):
+    return {"text_config": text, "vision_config": vision, "tie_word_embeddings": text["tie_word_embeddings"], **more}
+
 
 MODELS = {
     "llama": TEXT,
@@ -110,6 +133,14 @@ MODELS = {
     "gemma": QWEN3,
     "gemma, biased": {**QWEN3, "attention_bias": True, "tie_word_embeddings": True},
     "gemma3_text": QWEN3,
+    "gemma3": with_tower(QWEN3, SIGLIP, mm_tokens_per_image=4),
+    "gemma3, with a head": with_tower(QWEN3, {**SIGLIP, "vision_use_head": True}, mm_tokens_per_image=4),
+    "gemma4": with_tower(GEMMA4, GEMMA4_TOWER),
+    "gemma4_text": GEMMA4,
+    "gemma4_text, one projection": {**GEMMA4_LARGE, "hidden_size_per_layer_input": 0},
+    "gemma4_text, sharing": GEMMA4_SHARING,
+    "gemma4_text, experts": GEMMA4_SPARSE,
+    "gemma4_unified_text": {**GEMMA4, "hidden_size_per_layer_input": 0},
     "glm": GLM,
     "glm, biased": {**GLM, "attention_bias": True},
     "glm4": GLM,

@@ -50,13 +50,23 @@ def count_kept(model, num_layers):
         kept.add(saved := Saved(tensor))
         return saved
 
-    model.model.config.num_hidden_layers = num_layers
+    if not getattr(model.config, "hidden_size_per_layer_input", 0):  # by the number Gemma 4 cuts embeddings for layers
+        model.model.config.num_hidden_layers = num_layers
     with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
         output = model.model(input_ids=ids, use_cache=False).last_hidden_state
     assert output.requires_grad
     model.model.layers = blocks
     storages = {storage.data_ptr(): storage.nbytes() for storage in (saved.tensor.untyped_storage() for saved in kept)}
     return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
+
+
+@pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text, one projection", "gemma4_text, experts"])
+def test_activations_of_layers_that_differ_are_those_that_torch_keeps(name, tmp_path):
+    """Two layers with a window, and one without."""
+    config, model = build(name, tmp_path, "cpu")
+    kept = [count_kept(model, num_layers) for num_layers in (1, 2, 3)]
+    all_three = kept[2] - kept[1] + 2 * (kept[1] - kept[0])
+    assert TOKENS * sum(block_bytes(ModelShape.from_config(config), 4)) == pytest.approx(all_three, rel=0.15)
 
 
 @pytest.mark.parametrize("name", ["qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid"])

@@ -30,7 +30,8 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
     assert shape.num_layers == len(blocks)
     assert shape.block_parameters == max(sum(weight.numel() for weight in block.parameters()) for block in blocks)
     assert shape.decoder_parameters == sum(weight.numel() for block in blocks for weight in block.parameters())
-    vision = [weight for key, weight in model.named_parameters() if ".visual." in key]
+    towers = (".visual.", ".vision_tower.", ".multi_modal_projector.", ".embed_vision.")
+    vision = [weight for key, weight in model.named_parameters() if any(name in key for name in towers)]
     assert shape.num_vision_parameters == sum(weight.numel() for weight in vision)
     linear = [layer for block in blocks for layer in block.modules() if type(layer).__name__ == "Linear"]
     assert shape.adapted_width == sum(layer.in_features + layer.out_features for layer in linear)

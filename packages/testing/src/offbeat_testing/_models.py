@@ -113,7 +113,7 @@ def tiny_model(
     )
 
 
-TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl"]
+TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4"]
 
 VISION_CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -134,9 +134,10 @@ def tiny_vision_model(
     spread: float = 0.1,
     seed: int = 0,
 ) -> Path:
-    """Write a random Qwen3-VL or Qwen2.5-VL, float32, with tokenizer and processor, ready for `AutoProcessor`.
+    """Write a random Qwen3-VL, Qwen2.5-VL, Gemma 3 or Gemma 4, float32, with tokenizer and processor.
 
-    A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them. The processor needs torchvision;
+    A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them; of Gemma 3 for 16, of Gemma 4 for up
+    to 70. The processor needs torchvision;
     without it the folder is ready for `AutoImageProcessor` and `AutoTokenizer` only.
 
     Args:
@@ -159,7 +160,7 @@ def tiny_vision_model(
         tiny_tokenizer(folder),
         chat_template=VISION_CHAT_TEMPLATE,
         text={"vocab_size": 320, **(text or {})},
-        vision={"hidden_size": 64, "intermediate_size": 128, **(vision or {})},
+        vision={"intermediate_size": 128, **({"hidden_size": 64} if family != "gemma4" else {}), **(vision or {})},
         tied=tied,
         spread=spread,
         spread_of_vectors=spread,

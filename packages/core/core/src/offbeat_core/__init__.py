@@ -161,7 +161,7 @@ from offbeat_core._models.hub_files import (
     open_hub_repository,
     pin_hub_name,
 )
-from offbeat_core._models.images import ImageCutter, ImagePlaces
+from offbeat_core._models.images import ImageCutter, ImagePlaces, LateProcessor
 from offbeat_core._printable import printable
 
 __all__ = [
@@ -202,6 +202,7 @@ __all__ = [
     "Image",
     "ImageCutter",
     "ImagePlaces",
+    "LateProcessor",
     "LoraAdapter",
     "LossFunction",
     "LossMetrics",

@@ -33,6 +33,7 @@ from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
 from offbeat_engine_torch._layers.routing import Routing
+from offbeat_engine_torch._layers.vision import ImagePatches, VisionFamily, find_vision
 from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
 from offbeat_training import Indices, VocabularyPart, token_logprobs
 
@@ -65,21 +66,6 @@ class HeadQuery:
     fused: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
-class ImagePatches:
-    """Inputs of the vision tower for one micro-batch.
-
-    Args:
-        pixels_PC: of all images, as the model's image processor cuts them.
-        grid_I3: patches of each image in time, height and width.
-        place_M: packed index of each placeholder token; none where the patches stand for no image.
-    """
-
-    pixels_PC: Tensor
-    grid_I3: Tensor
-    place_M: Tensor
-
-
 class CausalModel(nn.Module):
     """A transformers model and what the engine asks of it, in one module: its forward never makes all logits.
 
@@ -89,6 +75,7 @@ class CausalModel(nn.Module):
     Args:
         whole: the transformers model.
         logit_scale: factor the model puts on its logits.
+        vision: what its family adds to a language model; None for a model of text alone.
         scores: the head gives one score instead of logits: see `TrainEngineConfig.head`.
 
     Attributes:
@@ -97,9 +84,11 @@ class CausalModel(nn.Module):
         routing: the routers of a mixture of experts.
     """
 
-    def __init__(self, whole: Any, logit_scale: float, *, scores: bool = False) -> None:
+    def __init__(
+        self, whole: Any, logit_scale: float, *, vision: VisionFamily | None = None, scores: bool = False
+    ) -> None:
         super().__init__()
-        self.scores = scores
+        self.scores, self.vision = scores, vision
         self.part: VocabularyPart | None = None
         self.context: PackShare | None = None
         self.routing = Routing(whole)
@@ -117,11 +106,6 @@ class CausalModel(nn.Module):
         """The part of `backbone` that reads embeddings: all of it but the tower."""
         decoder: nn.Module = getattr(self.backbone, "language_model", self.backbone)
         return decoder
-
-    @property
-    def tower(self) -> nn.Module | None:
-        """Tower that turns patches of images into embeddings, within `backbone`; None for a model of text alone."""
-        return getattr(self.backbone, "visual", None)
 
     @property
     def head(self) -> nn.Linear:
@@ -186,6 +170,8 @@ class CausalModel(nn.Module):
                 if self.scores:  # transformers' own forward pass scores the last token alone
                     seen = self.backbone(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
                     return functional.linear(seen, here(self.head.weight)).float()
+                if self.vision is not None:
+                    return self.vision.logits(ids_T).float()
                 logits_TV: Tensor = self.whole(input_ids=ids_T[None], use_cache=False).logits[0]
             return logits_TV.float()
         if self.context is None or plan is None:
@@ -210,10 +196,11 @@ class CausalModel(nn.Module):
         packed = plan.arguments(kernel) if plan is not None else {}
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, **packed}
         with computing:
-            if patches is None:
+            if self.vision is None:
                 out = self.backbone(input_ids=ids_T[None], **rest)
             else:
-                out = self.decoder(**self._embed(ids_T, patches), **rest)
+                given = {"input_ids": ids_T[None]} if patches is None else self.vision.embed(ids_T, patches)
+                out = self.decoder(**given, **rest)
         hidden_TE: Tensor = out.last_hidden_state[0]
         if query is None:
             return hidden_TE
@@ -239,24 +226,6 @@ class CausalModel(nn.Module):
         if differing_T is None:
             return logprobs_N, entropy_N
         return logprobs_N, entropy_N, differing_T.index_select(0, predictor_N)
-
-    def _embed(self, ids_T: Tensor, patches: ImagePatches) -> dict[str, Any]:
-        """Return what the language model is given: embeddings, with what the tower sees where images stand.
-
-        Patches without a place in the text are not used, but they are part of the graph: the backward pass goes through
-        the tower, with gradients of zero.
-        """
-        place_M = patches.place_M
-        backbone: Any = self.backbone
-        seen = backbone.get_image_features(patches.pixels_PC, patches.grid_I3)
-        embeds_TE = self.whole.get_input_embeddings()(ids_T)
-        seen_ME = torch.cat(list(seen.pooler_output))[: len(place_M)].to(embeds_TE.dtype)
-        given: dict[str, Any] = {"inputs_embeds": embeds_TE.index_copy(0, place_M, seen_ME)[None]}
-        if deeper := getattr(seen, "deepstack_features", None):
-            mask_T = torch.zeros_like(ids_T, dtype=torch.bool).index_fill(0, place_M, value=True)
-            given["visual_pos_masks"] = mask_T[None]
-            given["deepstack_visual_embeds"] = [torch.cat(list(layer))[: len(place_M)] for layer in deeper]
-        return given
 
 
 def plain_name(name: str) -> str:
@@ -459,13 +428,7 @@ def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear score head on its last layer")
     if not isinstance(head, nn.Linear) or not isinstance(backbone, nn.Module):
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear vocabulary head on a backbone")
-    if getattr(whole.config, "vision_config", None) is not None and not (
-        hasattr(backbone, "visual") and hasattr(backbone, "language_model") and hasattr(backbone, "get_rope_index")
-    ):
-        raise ModelError(
-            f"{folder}: of models with images the engine trains those of Qwen-VL, not {type(whole).__name__}"
-        )
-    model = CausalModel(whole, _logit_scale(whole.config), scores=scores)
+    model = CausalModel(whole, _logit_scale(whole.config), vision=find_vision(whole, folder), scores=scores)
     hold_biases_as_buffers(whole)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
     route_as_the_family(whole)

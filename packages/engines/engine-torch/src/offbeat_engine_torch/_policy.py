@@ -22,6 +22,7 @@ from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recompute import OffloadedInputs, recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
+from offbeat_engine_torch._layers.vision import ImagePatches
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     adds_up_in_bfloat16,
@@ -36,7 +37,6 @@ from offbeat_engine_torch._model import (
     SCORE_WEIGHT,
     CausalModel,
     HeadQuery,
-    ImagePatches,
     load_model,
     outline_model,
 )
@@ -46,7 +46,7 @@ from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_mesh import Mesh
 from offbeat_training import (
     Family,
-    ImageProcessor,
+    ImageInputs,
     MicroBatch,
     NoImages,
     TensorFolder,
@@ -58,8 +58,6 @@ from offbeat_training import (
 )
 
 log = logging.getLogger(__name__)
-
-_INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
 _INITIAL_SPREAD: Final = 0.02
 """Standard deviation of a new score head, where the model's configuration has no `initializer_range`."""
@@ -86,12 +84,8 @@ class Policy:
     ) -> None:
         self.model, self.pieces, self._limit = model, pieces, limit
         self.is_compiled = compiled is not None and compiled.runs
-        backbone: Any = model.backbone
-        self.images = (
-            NoImages()
-            if model.tower is None
-            else ImageProcessor(backbone.config, config.model_path, backbone.get_rope_index, _INSTALL)
-        )
+        self._vision = model.vision.inputs(config.model_path) if model.vision else None
+        self.images: ImageInputs = self._vision or NoImages()
         self.kernel = attention_kernel(device)
         self._device, self._options = device.torch_device, options
         self._head_is_coarse = head_multiplies_in_bfloat16(config, options, device)
@@ -139,7 +133,13 @@ class Policy:
             fused=self.is_compiled,
         )
         ids, positions = self.tensor(pack.ids_T), self.tensor(pack.positions_T)
-        plan = AttentionPlan(pack.segments, self._device)
+        vision = self.model.vision
+        plan = AttentionPlan(
+            pack.segments,
+            self._device,
+            blocks=pack.spans if vision and vision.sees_both_ways else (),
+            in_windows_alone=vision is not None and vision.in_windows_alone,
+        )
         patches = self._patches(pack) if pack.images or through_tower else None
         routes = None if pack.routes_TLK is None else self.tensor(pack.routes_TLK).permute(1, 2, 0)
         logprobs_N, entropy_N, *differing_N = self.model(
@@ -156,11 +156,9 @@ class Policy:
         return logprobs_N, entropy_N, next(iter(differing_N), None)
 
     def _patches(self, pack: MicroBatch) -> ImagePatches:
-        assert isinstance(self.images, ImageProcessor), "a model without a vision tower was asked to look"
-        pixels, grid = self.images.pixels(pack.images)
+        assert self._vision is not None, "a model without a vision tower was asked to look"
         return ImagePatches(
-            pixels_PC=copy_to_device(pixels, self._device),
-            grid_I3=copy_to_device(grid, self._device),
+            pixels=tuple(copy_to_device(each, self._device) for each in self._vision.pixels(pack.images)),
             place_M=self.tensor(pack.place_M),
         )
 
@@ -376,13 +374,13 @@ def _convert(folder: Path, wanted: Mapping[str, Piece], config: TrainEngineConfi
 
 def _choose_trained(model: CausalModel, config: TrainEngineConfig, options: TorchEngineOptions) -> None:
     """Freeze what is not to be trained, and put adapters where they are wanted."""
-    tower = model.tower
-    if tower is not None and not options.train_vision:
-        tower.requires_grad_(requires_grad=False)
+    tower = model.vision.tower if model.vision and options.train_vision else []
+    for module in [] if model.vision is None else [*model.vision.unused, *(() if tower else model.vision.tower)]:
+        module.requires_grad_(requires_grad=False)
     if config.lora_rank:
         model.whole.requires_grad_(False)
-        trained = model.backbone if tower is None or options.train_vision else model.decoder
-        add_lora(trained, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
+        for module in (model.decoder, *tower):
+            add_lora(module, rank=config.lora_rank, alpha=config.lora_alpha or 2.0 * config.lora_rank)
     if model.scores:
         model.head.requires_grad_(True)  # it may be new: adapters alone would train a backbone for a random head
 

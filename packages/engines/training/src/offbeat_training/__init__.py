@@ -1,6 +1,14 @@
 """Code that the trainers share: everything about an update that does not depend on how ranks share a model."""
 
-from offbeat_training._images import ImageInputs, ImageProcessor, Indices, NoImages
+from offbeat_training._images import (
+    Gemma3Images,
+    Gemma4Images,
+    ImageInputs,
+    ImageProcessor,
+    Indices,
+    NoImages,
+    VisionInputs,
+)
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs
 from offbeat_training._lora import (
     ADAPTER_FILE,
@@ -60,7 +68,7 @@ from offbeat_training._trainer_state import (
     random_state,
     write_state,
 )
-from offbeat_training._varlen import VarlenBounds, fits_varlen, varlen_attention
+from offbeat_training._varlen import VarlenBounds, fits_varlen, varlen_attention, window_size
 
 __all__ = [
     "ADAPTER_FILE",
@@ -75,6 +83,8 @@ __all__ = [
     "CutTensor",
     "Family",
     "FileWriter",
+    "Gemma3Images",
+    "Gemma4Images",
     "HeldMoments",
     "ImageInputs",
     "ImageProcessor",
@@ -93,6 +103,7 @@ __all__ = [
     "TrainerRanks",
     "TrainerState",
     "VarlenBounds",
+    "VisionInputs",
     "VocabularyPart",
     "adapter_shapes",
     "add_lora",
@@ -124,6 +135,7 @@ __all__ = [
     "token_logprobs",
     "varlen_attention",
     "whole_box",
+    "window_size",
     "with_loss_tokens",
     "without_lora",
     "write_adapter_config",

@@ -11,7 +11,7 @@ Shapes: T packed tokens, N loss tokens, M placeholder tokens, t a token's index 
 import hashlib
 import heapq
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
@@ -62,7 +62,7 @@ class MicroBatch:
         token_N: t of each loss token.
         members: index of each sequence among those given.
         images: in the order of their placeholders; an image of a shared prompt once.
-        place_M: packed index of each placeholder token.
+        spans: (start, stop) of each image's placeholders in the pack.
         routes_TLK: experts that the tokens took in the engine that sampled, -1 where that is not known; None where it
             is known of no token. A prompt that sequences share has the route of the first of them that knows it: they
             differ where versions sampled them that differ, or where an engine computes a prompt twice and rounds it
@@ -78,13 +78,18 @@ class MicroBatch:
     token_N: Indices
     members: tuple[int, ...]
     images: tuple[Image, ...] = ()
-    place_M: Indices = field(default_factory=lambda: np.zeros(0, np.int64))
+    spans: tuple[tuple[int, int], ...] = ()
     routes_TLK: RouteIds | None = None
 
     @property
     def lengths(self) -> tuple[int, ...]:
         """Lengths of the segments."""
         return tuple(segment.length for segment in self.segments)
+
+    @property
+    def place_M(self) -> Indices:  # noqa: N802  a shape
+        """Packed index of each placeholder token."""
+        return np.concatenate([_NONE, *(np.arange(start, stop) for start, stop in self.spans)])
 
 
 def plan_packs(sequences: Sequence[TrainSequence], *, budget: int, share_prompts: bool) -> list[list[Family]]:
@@ -345,7 +350,7 @@ class _Layout:
         self.token: list[Indices] = [_NONE]
         self.members: list[int] = []
         self.images: list[Image] = []
-        self.place: list[Indices] = [_NONE]
+        self.spans: list[tuple[int, int]] = []
 
     def add(self, sequences: Sequence[TrainSequence], family: Family) -> None:
         """Lay out the family's prompt, then what each member has of its own."""
@@ -397,7 +402,7 @@ class _Layout:
         for image, (first, end) in zip(sequence.images, self.known.spans(sequence), strict=True):
             if start <= first < stop:  # and so end <= stop: a segment ends before a loss token, not within an image
                 self.images.append(image)
-                self.place.append(np.arange(first, end) - start + self.size)
+                self.spans.append((first - start + self.size, end - start + self.size))
 
     def pack(self) -> MicroBatch:
         """Join the pieces."""
@@ -412,6 +417,6 @@ class _Layout:
             token_N=np.concatenate(self.token),
             members=tuple(self.members),
             images=tuple(self.images),
-            place_M=np.concatenate(self.place),
+            spans=tuple(self.spans),
             routes_TLK=np.concatenate(self.routes) if self.routes else None,
         )

@@ -40,10 +40,27 @@ def fits_varlen(head_size: int, value_size: int, dtype: torch.dtype) -> bool:
     return fits_size and dtype in (torch.float16, torch.bfloat16)
 
 
+def window_size(window: int | None, *, causal: bool) -> tuple[int, int]:
+    """Return how many keys before and after its own a query sees, as torch's kernel wants it; -1: all.
+
+    Args:
+        window: most keys up to the query's own, that one included; None: all of them.
+        causal: none after its own; else all of its sequence.
+    """
+    return -1 if window is None else window - 1, 0 if causal else -1
+
+
 def varlen_attention(
-    query_THD: Tensor, key_KGD: Tensor, value_KGD: Tensor, bounds: VarlenBounds, *, scale: float, window: int | None
+    query_THD: Tensor,
+    key_KGD: Tensor,
+    value_KGD: Tensor,
+    bounds: VarlenBounds,
+    *,
+    scale: float,
+    window: int | None,
+    causal: bool = True,
 ) -> Tensor:
-    """Causal attention within each sequence, its last query aligned with its last key. Needs a GPU.
+    """Attention within each sequence, its last query aligned with its last key. Needs a GPU.
 
     Args:
         query_THD: float16 or bfloat16, like the others.
@@ -51,7 +68,8 @@ def varlen_attention(
         value_KGD: like the keys.
         bounds: of the sequences.
         scale: factor on the scores.
-        window: most keys that a query sees, its own included; None: all of them.
+        window: most keys up to the query's own that it sees, that one included; None: all of them.
+        causal: no keys after the query's own.
 
     Returns:
         [T, H, D].
@@ -70,7 +88,7 @@ def varlen_attention(
         bounds.longest_query,
         bounds.longest_key,
         scale=scale,
-        window_size=(-1 if window is None else window - 1, 0),  # keys before the query's own, and none after it
+        window_size=window_size(window, causal=causal),
         **more,
     )
     assert isinstance(out, Tensor)

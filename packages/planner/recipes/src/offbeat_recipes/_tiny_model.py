@@ -13,7 +13,7 @@ from typing import Any, Final
 from offbeat_data import ARITHMETIC_ALPHABET, build_character_tokenizer
 from offbeat_run import doing
 
-SEEING: Final = ("qwen3_vl", "qwen2_5_vl")
+SEEING: Final = ("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4")
 """Families with a vision tower that can be made here."""
 MAX_IMAGE_TOKENS: Final = 16
 SQUARE_PX: Final = 8
@@ -27,6 +27,16 @@ _MARKS: Final = {
     "image": "<|image_pad|>",
     "video": "<|video_pad|>",
 }
+_MARKS_OF_GEMMA: Final = {
+    "gemma3": {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"},
+    "gemma4": {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>", "video": "<|video|>"},
+}
+"""Marks of a family by the names of their ids, and of the tokenizer's attributes, which its processor asks for."""
+_IMAGE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
+_IMAGE_OF_GEMMA: Final = {"gemma3": "<start_of_image>", "gemma4": "<|image|>"}
+"""Text that a family's chat template writes for an image."""
+_SQUARES: Final = 4
+"""Tokens along each side of an image of Gemma 3."""
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -50,11 +60,20 @@ _LANGUAGE_HALF: Final = {
     "qwen3_vl_moe": "qwen3_moe",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
 }
 """Families that see, and the family of the language model in each."""
-_DENSE: Final = {"qwen3_moe": "qwen3", "mistral": "llama", "qwen3_vl_moe": "qwen3_vl", "qwen2_vl": "qwen2_5_vl"}
+_DENSE: Final = {
+    "qwen3_moe": "qwen3",
+    "mistral": "llama",
+    "qwen3_vl_moe": "qwen3_vl",
+    "qwen2_vl": "qwen2_5_vl",
+    "gemma3": "qwen3_vl",
+    "gemma4": "qwen3_vl",
+}
 """Families that the embedded engines do not take, and the nearest that they do."""
-_DECODED: Final = ("qwen3", "qwen2", "llama", *SEEING)
+_DECODED: Final = ("qwen3", "qwen2", "llama", "qwen3_vl", "qwen2_5_vl")
 
 
 def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[str, str]:
@@ -146,24 +165,29 @@ def write_tiny_model(
     transformers: Any = import_module("transformers")
     sees = family in SEEING
     if sees:
-        tokenizer.add_special_tokens({"additional_special_tokens": list(_MARKS.values())})
-        tokenizer.chat_template = chat_template
+        marks = _MARKS_OF_GEMMA.get(family, _MARKS)
+        tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
+        tokenizer.chat_template = chat_template.replace(_IMAGE, _IMAGE_OF_GEMMA.get(family, _IMAGE))
     shape = {
         **_text_settings(tokenizer, family),
         "tie_word_embeddings": tied,
         "initializer_range": spread,
         **(text or {}),
     }
+    if family == "gemma4":
+        shape["vocab_size_per_layer_input"] = shape["vocab_size"]
     if sees:
         tower = {**_tower_settings(family), "initializer_range": spread, **(vision or {})}
-        ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in _MARKS.items()}
+        ids = {f"{name}_token_id": tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
         shape = {"text_config": shape, "vision_config": tower, "tie_word_embeddings": tied, **ids}
+        if family == "gemma3":
+            shape["mm_tokens_per_image"] = _SQUARES**2
     kind = transformers.AutoModelForImageTextToText if sees else transformers.AutoModelForCausalLM
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         model = kind.from_config(transformers.AutoConfig.for_model(family, **shape)).float()
         for tensor in model.state_dict().values() if spread_of_vectors else ():
-            if tensor.ndim == 1:
+            if tensor.ndim == 1 or not tensor.any():  # Gemma 3's projector is 0 in a new model
                 tensor.add_(torch.randn_like(tensor) * spread_of_vectors)
     model.generation_config = transformers.GenerationConfig(
         eos_token_id=[tokenizer.eos_token_id], pad_token_id=tokenizer.pad_token_id
@@ -195,6 +219,18 @@ def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
     elif family == "qwen2_5_vl":  # its heads have no width of their own
         del settings["head_dim"]
         settings |= {"rope_parameters": rope, "num_attention_heads": 2, "num_key_value_heads": 1}
+    elif family in _MARKS_OF_GEMMA:
+        both = ["sliding_attention", "full_attention"]
+        settings |= {"layer_types": both, "sliding_window": 512}
+        if family == "gemma3":
+            settings["query_pre_attn_scalar"] = 32
+        else:
+            settings |= {
+                "global_head_dim": 64,
+                "hidden_size_per_layer_input": 8,
+                "use_bidirectional_attention": "vision",
+            }
+            settings["vocab_size_per_layer_input"] = settings["vocab_size"]
     elif family.endswith("_moe"):
         settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
         settings["n_routed_experts" if family == "glm4_moe" else "num_experts"] = 4
@@ -202,6 +238,14 @@ def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
 
 
 def _tower_settings(family: str) -> dict[str, Any]:
+    if family in _MARKS_OF_GEMMA:
+        shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        if family == "gemma3":
+            own_side = {"image_size": _SQUARES * SQUARE_PX, "vision_use_head": False}
+        else:
+            own_side = {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": _MERGE}
+            own_side["position_embedding_size"] = 256
+        return {"patch_size": _PATCH_PX, **shape, **own_side}
     own: dict[str, dict[str, Any]] = {
         "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
         # Windows of 4 x 4 patches: an image has several, and parts of some.
@@ -224,6 +268,9 @@ def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens
     """Tokenizer and image processor; with torchvision the whole processor, which vLLM asks for."""
     transformers: Any = import_module("transformers")
     tokenizer.save_pretrained(folder)
+    if family in _MARKS_OF_GEMMA:
+        _write_gemma_processor(folder, family, tokenizer)
+        return
     size = {"shortest_edge": 4 * SQUARE_PX**2, "longest_edge": max_image_tokens * SQUARE_PX**2}
     if find_spec("torchvision") is None:
         transformers.Qwen2VLImageProcessorPil(size=size, **_PATCHES).save_pretrained(folder)
@@ -235,3 +282,15 @@ def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens
         video_processor=getattr(transformers, f"{videos}VideoProcessor")(**_PATCHES),
         chat_template=tokenizer.chat_template,
     ).save_pretrained(folder)
+
+
+def _write_gemma_processor(folder: Path, family: str, tokenizer: Any) -> None:
+    """Write the image processor; with torchvision the whole processor."""
+    transformers: Any = import_module("transformers")
+    name, torchvision = {"gemma3": "Gemma3", "gemma4": "Gemma4"}[family], find_spec("torchvision") is not None
+    side = _SQUARES * SQUARE_PX
+    own: dict[str, Any] = {"patch_size": _PATCH_PX, "pooling_kernel_size": _MERGE, "max_soft_tokens": 70}
+    if family == "gemma3":
+        own = {"size": {"height": side, "width": side}}
+    kind = f"{name}ImageProcessor" if torchvision else f"{name}ImageProcessorPil"
+    getattr(transformers, kind)(**own).save_pretrained(folder)

@@ -10,7 +10,8 @@ from offbeat_data._environments.environment import Environment, EnvironmentFaile
 from offbeat_data._environments.episodes import EpisodeLimits, TurnTemplate, play_episode
 from offbeat_data._environments.tools import ToolCall, ToolEnvironment, calculate, calculator, read_tool_calls
 from offbeat_data._escaping import escape_messages, escape_tools
-from offbeat_data._images import ImageRules, Picture, load_image_rules
+from offbeat_data._image_rules import ImageRules, load_image_rules
+from offbeat_data._images import Picture
 from offbeat_data._scoring.config import RewardConfig, parts_complaint
 from offbeat_data._scoring.functions import (
     CompletionText,

@@ -1,15 +1,13 @@
 """Images of a row: kept as the file they came in, in the size in which the model sees them, as so many tokens.
 
-A Qwen-VL processor leaves an image of that size as it is, so that engines which would resize differently (torchvision's
-and Pillow's bicubic are not the same) are given equal pixels. The rules come from the files that lie beside the model;
-no torch and no transformers is needed for them.
+A model's processor leaves an image of that size as it is, so that engines which would resize differently (torchvision's
+and Pillow's bicubic are not the same) are given equal pixels.
 """
 
 import base64
 import hashlib
 import io
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,82 +19,9 @@ import numpy as np
 
 from offbeat_core import BackendError, DataError, Ids, Image, ModelError
 from offbeat_data._chat.template import RenderedChat
+from offbeat_data._image_rules import ImageRules, load_image_rules
 from offbeat_data._sources.rows import Row
-from offbeat_data._tokenizer import Tokenizer, read_json
-
-_MAX_ASPECT: Final = 200
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageRules:
-    """Image rules of a model of the Qwen-VL families.
-
-    Args:
-        token_id: of the placeholder, which stands once for each square of merged patches.
-        square: side of such a square, in pixels.
-        min_pixels: smaller images are enlarged.
-        max_pixels: larger ones are scaled down.
-    """
-
-    token_id: int
-    square: int
-    min_pixels: int
-    max_pixels: int
-
-    def fit(self, height: int, width: int) -> tuple[int, int]:
-        """Height and width in which the model sees an image of this size, all in pixels.
-
-        Raises:
-            DataError: it is too long and thin.
-
-        Source: transformers, models/qwen2_vl/image_processing_qwen2_vl.py, smart_resize.
-        """
-        if not min(height, width) or max(height, width) / min(height, width) > _MAX_ASPECT:
-            raise DataError(f"an image of {width} x {height} pixels: one side may be {_MAX_ASPECT} times the other")
-        square, area = self.square, height * width
-        high, wide = round(height / square) * square, round(width / square) * square
-        if high * wide > self.max_pixels:
-            by = math.sqrt(area / self.max_pixels)
-            high, wide = (max(square, math.floor(side / by / square) * square) for side in (height, width))
-        elif high * wide < self.min_pixels:
-            by = math.sqrt(self.min_pixels / area)
-            high, wide = (math.ceil(side * by / square) * square for side in (height, width))
-        return high, wide
-
-    def num_tokens(self, height: int, width: int) -> int:
-        """Placeholder tokens of an image that the model sees in this size."""
-        return height * width // self.square**2
-
-
-def load_image_rules(folder: str | Path) -> ImageRules:
-    """Read the rules of a model folder.
-
-    Raises:
-        ModelError: the model takes no images, or is of another family, or its image processor's file is missing.
-    """
-    folder = Path(folder).expanduser()
-    token_id = read_json(folder / "config.json").get("image_token_id")
-    if token_id is None:
-        raise ModelError(f"{folder} takes no images (config.json names no image_token_id): use a vision-language model")
-    settings = read_json(folder / "preprocessor_config.json") or read_json(folder / "processor_config.json").get(
-        "image_processor", {}
-    )
-    try:
-        size = _limits(settings)
-        return ImageRules(token_id=token_id, square=int(settings["patch_size"]) * int(settings["merge_size"]), **size)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ModelError(
-            f"{folder}: preprocessor_config.json, or image_processor in processor_config.json, must give patch_size, "
-            f"merge_size and the least and most pixels of an image, as Qwen-VL's do ({error!r}); copy it from the model"
-        ) from error
-
-
-def _limits(settings: Mapping[str, Any]) -> dict[str, int]:
-    """Fewest and most pixels, in the older writing and in the newer, where the older one goes before."""
-    size = settings.get("size") or {}
-    names = {"min_pixels": "shortest_edge", "max_pixels": "longest_edge"}
-    return {older: int(settings.get(older) or size.get(older) or size[newer]) for older, newer in names.items()}
-
+from offbeat_data._tokenizer import Tokenizer
 
 _PREVIEW_PX: Final = 256
 _FORMATS: Final = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -321,10 +246,10 @@ class RowImages:
                 f"the chat template wrote {len(pieces) - 1} placeholders {self._placeholder!r} for {len(pictures)} "
                 "images: use the template of a vision-language model, and leave placeholders out of the texts"
             )
-        counts = self._counts(pictures)
-        written = [self._placeholder * count + piece for count, piece in zip(counts, pieces[1:], strict=True)]
+        images = [self._rules.write(self._text, count) for count in self._counts(pictures)]
+        written = [image + piece for image, piece in zip(images, pieces[1:], strict=True)]
         ends = np.cumsum([len(piece) + len(self._placeholder) for piece in pieces[:-1]])
-        added = np.cumsum([0, *((count - 1) * len(self._placeholder) for count in counts)])
+        added = np.cumsum([0, *(len(image) - len(self._placeholder) for image in images)])
 
         def moved(at: int) -> int:
             return at + int(added[np.searchsorted(ends, at, side="right")])
@@ -368,9 +293,13 @@ class RowImages:
 
     @cached_property
     def _placeholder(self) -> str:
-        text = self._tokenizer.token_text(self._rules.token_id)
+        """What a chat template writes for an image."""
+        return self._text(self._rules.template_id)
+
+    def _text(self, token_id: int) -> str:
+        text = self._tokenizer.token_text(token_id)
         if not text:
-            raise ModelError(f"{self._tokenizer.source}: the tokenizer has no token {self._rules.token_id} for images")
+            raise ModelError(f"{self._tokenizer.source}: the tokenizer has no token {token_id} for images")
         return text
 
 

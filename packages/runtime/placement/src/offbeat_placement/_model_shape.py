@@ -27,9 +27,10 @@ class _Family:
         fused_mlp: gate and up come from one linear layer.
         gates_attention: the projection to queries makes as many gates, which multiply the output of attention.
         shares_expert: beside experts there are some that every token passes: "gated", one times a gate of its own, or
-            "plain"; "" for none.
+            "plain", or "beside", as wide as a feed-forward part without experts, with norms of its own; "" for none.
         wide_experts: an expert is as wide as a feed-forward part without experts.
         is_tied: embedding and head are one matrix where the config does not say.
+        differ: layers with a window and those without have heads of their own, and some read keys and values of others.
         rule_inputs: linear layers that read the residual stream in a layer with the gated delta rule; 0: the family has
             no such layers.
     """
@@ -45,6 +46,7 @@ class _Family:
     shares_expert: str = ""
     wide_experts: bool = False
     is_tied: bool = False
+    differ: bool = False
     rule_inputs: int = 0
 
 
@@ -56,6 +58,8 @@ _NORMED: Final = _Family(normed="head")
 _OLMO2: Final = _Family(normed="width")
 _OLMOE: Final = _Family(normed="width", wide_experts=True)
 _NORMED_SHARING: Final = _Family(normed="head", shares_expert="plain")
+_GEMMA3: Final = _Family(normed="head", num_norms=4, head_dim=256, is_tied=True)
+_GEMMA4: Final = _Family(normed="head", num_norms=4, head_dim=256, is_tied=True, shares_expert="beside", differ=True)
 _FAMILIES: Final = {
     "cwm": _PLAIN,
     "dots1": _NORMED_SHARING,
@@ -64,7 +68,11 @@ _FAMILIES: Final = {
     "exaone_moe": _NORMED_SHARING,
     "flex_olmo": _OLMOE,
     "gemma": _Family(head_dim=256, is_tied=True),
-    "gemma3_text": _Family(normed="head", num_norms=4, head_dim=256, is_tied=True),
+    "gemma3": _GEMMA3,
+    "gemma3_text": _GEMMA3,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "glm": _Family(biased_out=False, head_dim=128, fused_mlp=True),
     "glm4": _Family(biased_out=False, num_norms=4, head_dim=128, fused_mlp=True),
     "glm4_moe": _Family(biased_out=False, normed="head", head_dim=128, shares_expert="plain"),
@@ -158,7 +166,7 @@ class ModelShape:
         hidden: width of the residual stream.
         query_width: heads × d.
         num_kv_heads: heads of keys and values.
-        head_dim: d.
+        head_dim: d; where layers differ, so large that it is right of all of them together.
         mlp_width: inner width of the feed-forward part that one token passes, its experts added up.
         num_experts_per_token: 0 for a dense model.
         num_norms: of a block, each of the hidden size.
@@ -266,21 +274,26 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         if key in text and not (type(text[key]) is int and 0 < text[key] <= _MOST_OF[key]):
             raise ModelError(f"{key} must be a whole number from 1 to {_MOST_OF[key]}, got {text[key]!r:.40}")
     hidden, num_layers, num_heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
-    head_dim = text.get("head_dim") or traits.head_dim or hidden // num_heads
-    num_kv_heads = text.get("num_key_value_heads") or num_heads
+    layers = [_of_layer(text, layer) if traits.differ else text for layer in range(num_layers)]
+    head_dims = [each.get("head_dim") or traits.head_dim or hidden // num_heads for each in layers]
+    kv_heads = [each.get("num_key_value_heads") or num_heads for each in layers]
+    kv_widths = [heads * size for heads, size in zip(kv_heads, head_dims, strict=True)]
     rule_layers = _rule_layers(text, num_layers) if traits.rule_inputs else set()
     rule = _read_rule(text) if rule_layers else None
-    attention = _count_attention(text, traits, num_heads, num_kv_heads, head_dim)
     mixers = [
-        _count_rule(rule, traits, hidden) if rule and layer in rule_layers else attention for layer in range(num_layers)
+        _count_rule(rule, traits, hidden)
+        if rule and layer in rule_layers
+        else _count_attention(layers[layer], traits, num_heads, kv_heads[layer], head_dims[layer])
+        for layer in range(num_layers)
     ]
-    mlps = [_count_mlp(text, traits, layer) for layer in range(num_layers)]
-    blocks = [mixer + mlp + _Count(traits.num_norms * hidden) for mixer, mlp in zip(mixers, mlps, strict=True)]
-    experts = [_count_experts(text, traits, layer).parameters for layer in range(num_layers)]
+    mlps = [_count_mlp(each, traits, layer) for layer, each in enumerate(layers)]
+    norms, of_layers = _Count(traits.num_norms * hidden), _count_layer_inputs(text, traits)
+    blocks = [mixer + mlp + norms + of_layers for mixer, mlp in zip(mixers, mlps, strict=True)]
+    experts = [_count_experts(each, traits, layer).parameters for layer, each in enumerate(layers)]
     largest = max(range(num_layers), key=lambda layer: blocks[layer].parameters)
     decoder_parameters = sum(block.parameters for block in blocks)
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", traits.is_tied))
-    embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2)
+    embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2) + _layer_embeddings(text, traits)
     vision = count_vision(family, config["vision_config"], hidden) if config.get("vision_config") else 0
     return cls(
         family=family,
@@ -295,17 +308,62 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         vocabulary=text["vocab_size"],
         is_tied=bool(is_tied),
         hidden=hidden,
-        query_width=num_heads * head_dim,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        mlp_width=max(_mlp_width(text, traits, layer) for layer in range(num_layers)),
-        num_experts_per_token=text.get("num_experts_per_tok", 0) if _num_experts(text) else 0,
+        query_width=num_heads * sum(head_dims) // num_layers,
+        num_kv_heads=kv_heads[0],
+        head_dim=sum(kv_widths) // (num_layers * kv_heads[0]),
+        mlp_width=max(_mlp_width(each, traits, layer) for layer, each in enumerate(layers)),
+        num_experts_per_token=layers[0].get("num_experts_per_tok", 0) if _num_experts(text) else 0,
         norms_heads=bool(_normed(text, traits)),
-        num_norms=traits.num_norms,
+        num_norms=_num_norms(text, traits),
         gates_attention=traits.gates_attention,
         rule=rule,
         num_rule_layers=len(rule_layers),
     )
+
+
+def _of_layer(text: Mapping[str, Any], layer: int) -> dict[str, Any]:
+    """Return a config with what is said of one layer of Gemma 4, and how many projections to keys and values it has.
+
+    Source: transformers 5.19, models/gemma4 (Gemma4TextConfig, Gemma4TextAttention, Gemma4TextMLP).
+    """
+    kinds, first_shared = text.get("layer_types"), text["num_hidden_layers"] - text.get("num_kv_shared_layers", 0)
+    is_last, is_shared = layer == text["num_hidden_layers"] - 1, layer >= first_shared > 0
+    is_full = is_last or (kinds[layer] == "full_attention" if kinds else (layer + 1) % 6 == 0)
+    made = {**text, "num_experts_per_tok": text.get("top_k_experts") or 0, "num_kv_projections": 2 * (not is_shared)}
+    is_one = is_full and bool(text.get("attention_k_eq_v"))
+    if is_one and not is_shared:
+        made["num_kv_projections"] = 1
+    if "per_layer_config" in text:  # as transformers writes what published files say of all layers without a window
+        made |= text["per_layer_config"].get(str(layer), {})
+    elif is_full:
+        made["head_dim"] = text.get("global_head_dim", 512)
+        made["num_key_value_heads"] = is_one * text.get("num_global_key_value_heads", 0) or text["num_key_value_heads"]
+    if is_shared and text.get("use_double_wide_mlp"):
+        made["intermediate_size"] *= 2
+    return made
+
+
+def _width_of_layer_inputs(text: Mapping[str, Any], traits: _Family) -> int:
+    return int(text.get("hidden_size_per_layer_input", 256)) if traits.differ else 0
+
+
+def _num_norms(text: Mapping[str, Any], traits: _Family) -> int:
+    """Norms of a block: one more of its own embeddings, and three more around experts beside a feed-forward part."""
+    beside = traits.shares_expert == "beside" and _num_experts(text) > 0
+    return int(traits.num_norms + (_width_of_layer_inputs(text, traits) > 0) + 3 * beside)
+
+
+def _count_layer_inputs(text: Mapping[str, Any], traits: _Family) -> _Count:
+    """Gate, projection and norm of a block's own embedding of each token."""
+    hidden, width = text["hidden_size"], _width_of_layer_inputs(text, traits)
+    return _linear(hidden, width) + _linear(width, hidden) + _Count(hidden) if width else _Count()
+
+
+def _layer_embeddings(text: Mapping[str, Any], traits: _Family) -> int:
+    """Embeddings of tokens for all blocks, with projection and norm."""
+    width = _width_of_layer_inputs(text, traits)
+    rows = int(text.get("vocab_size_per_layer_input", 262144)) + text["hidden_size"]
+    return int((rows * text["num_hidden_layers"] + 1) * width)
 
 
 def _rule_layers(text: Mapping[str, Any], num_layers: int) -> set[int]:
@@ -346,8 +404,9 @@ def _count_attention(
     biased = not traits.biased_qkv and _is_biased(text, "attention_bias")
     biased_qkv = biased or (traits.biased_qkv and text.get("qkv_bias", True))
     biased_out = (biased and traits.biased_out) or text.get("attention_out_bias", False)
-    outputs = [query_width * (2 if traits.gates_attention else 1), kv_width, kv_width]
-    norms = {"": 0, "head": 2 * head_dim, "width": query_width + kv_width}[_normed(text, traits)]
+    num_kv = text.get("num_kv_projections", 2)
+    outputs = [query_width * (2 if traits.gates_attention else 1), *[kv_width] * num_kv]
+    norms = {"": 0, "head": (2 if num_kv else 1) * head_dim, "width": query_width + kv_width}[_normed(text, traits)]
     into = _linears(hidden, outputs, biased=biased_qkv, num_layers=1 if traits.fused_qkv else 0)
     return into + _Count(norms) + _linear(query_width, hidden, biased=biased_out)
 
@@ -379,6 +438,8 @@ def _shared_width(text: Mapping[str, Any], traits: _Family) -> int:
     """Inner width of the experts that every token passes."""
     if traits.shares_expert == "gated":
         return int(text["shared_expert_intermediate_size"])
+    if traits.shares_expert == "beside":
+        return int(text["intermediate_size"])
     count = text.get("n_shared_experts") or text.get("num_shared_experts") or 0
     return count * _expert_width(text, traits) if traits.shares_expert else 0
 
@@ -396,7 +457,12 @@ def _count_mlp(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
     sparse = _is_sparse(text, layer)
     count = _Count()
     if sparse:
-        count += _count_experts(text, traits, layer) + _Count(_num_experts(text) * hidden)  # each has a row of a router
+        routes = _num_experts(text)
+        count += _count_experts(text, traits, layer) + _Count(routes * hidden)  # each has a row of a router
+        if (
+            traits.shares_expert == "beside"
+        ):  # the router is a linear layer, with scales; and there are three more norms
+            count += _Count(4 * hidden + routes, hidden + routes)
         if traits.shares_expert == "gated":
             count += _linear(hidden, 1)
     if inner := _shared_width(text, traits) if sparse else text["intermediate_size"]:

@@ -1,7 +1,7 @@
-"""Parameters of the vision towers of Qwen-VL and Qwen3.5 from their config.json.
+"""Parameters of the vision towers of Qwen-VL, Qwen3.5, Gemma 3 and Gemma 4 from their config.json.
 
-Source of every formula: the constructors in transformers 5.19, `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5}/
-modeling_*.py`; tests count the real models.
+Source of every formula: the constructors in transformers 5.19, `models/{qwen2_vl,qwen2_5_vl,qwen3_vl,qwen3_5,siglip,
+gemma3,gemma4}/modeling_*.py`; tests count the real models.
 """
 
 from collections.abc import Mapping
@@ -10,7 +10,12 @@ from typing import Any
 
 def count_vision(family: str, vision: Mapping[str, Any], hidden: int) -> int:
     """Parameters of a vision tower that feeds a language model of width `hidden`; KeyError where a size is missing."""
-    counters = {"qwen2_vl": _count_qwen2_vl, "qwen2_5_vl": _count_qwen2_5_vl}
+    counters = {
+        "qwen2_vl": _count_qwen2_vl,
+        "qwen2_5_vl": _count_qwen2_5_vl,
+        "gemma3": _count_gemma3,
+        "gemma4": _count_gemma4,
+    }
     return counters.get(family, _count_qwen3_vl)(vision, hidden)
 
 
@@ -42,6 +47,25 @@ def _count_qwen3_vl(vision: Mapping[str, Any], hidden: int) -> int:
     return (
         _patches(vision, width) + width + positions + depth * block + (1 + deep) * _merger(vision, width, out) + norms
     )
+
+
+def _count_gemma3(vision: Mapping[str, Any], hidden: int) -> int:
+    """SigLIP, and the projector behind it."""
+    width, inner, depth = (int(vision[key]) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    patch = int(vision["patch_size"])
+    block = 2 * (2 * width) + 4 * _biased(width, width) + _biased(width, inner) + _biased(inner, width)
+    head = width + 4 * _biased(width, width) + 2 * width + _biased(width, inner) + _biased(inner, width)
+    ends = _biased(3 * patch**2, width) + (int(vision["image_size"]) // patch) ** 2 * width + 2 * width
+    return ends + depth * block + (head if vision.get("vision_use_head", True) else 0) + width * hidden + width
+
+
+def _count_gemma4(vision: Mapping[str, Any], hidden: int) -> int:
+    """Tower without biases, and the projection behind it."""
+    width, inner, depth = (int(vision[key]) for key in ("hidden_size", "intermediate_size", "num_hidden_layers"))
+    heads, kv_heads, size = (int(vision[key]) for key in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    block = 2 * width * (heads + kv_heads) * size + 2 * size + 3 * width * inner + 4 * width
+    ends = 3 * int(vision["patch_size"]) ** 2 * width + 2 * int(vision["position_embedding_size"]) * width
+    return ends + depth * block + width * hidden
 
 
 def _biased(num_in: int, num_out: int) -> int:

@@ -1,9 +1,8 @@
-"""Patches of images of the Qwen-VL families, and their places among the tokens of a sequence.
+"""Image processors of vision-language models, and the places of images among the tokens of a sequence.
 
 Shapes: T tokens of a sequence.
 """
 
-import math
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from importlib import import_module
@@ -21,19 +20,51 @@ Grid = tuple[int, int, int]
 """Patches of an image in time, height and width."""
 
 
-class ImageCutter:
-    """Prepares images for a vision tower of the Qwen-VL families. May be used from several threads.
-
-    Source: `smart_resize` of transformers 5.19, in the module of the model's image processor.
+class LateProcessor:
+    """Image processor of a model folder, loaded with the first image. May be used from several threads.
 
     Args:
         folder: of the model, for errors.
-        load: loads its image processor, when the first image comes.
+        load: loads its image processor.
         install: what to run where Pillow or torchvision is missing.
     """
 
     def __init__(self, folder: Path, load: Callable[[], Any], install: str) -> None:
-        self._folder, self._load, self._install = folder, load, install
+        self.folder, self._load, self._install = folder, load, install
+
+    @cached_property
+    def loaded(self) -> Any:
+        """Transformers' processor.
+
+        Raises:
+            ModelError, BackendError: it cannot be loaded.
+        """
+        try:
+            return self._load()
+        except ImportError as error:
+            raise BackendError(
+                f"images are prepared by {self.folder.name}'s processor, which needs Pillow or torchvision ({error}); "
+                f"install it with: {self._install}"
+            ) from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ModelError(
+                f"{self.folder}: no image processor can be loaded: {error}; copy preprocessor_config.json (or "
+                "processor_config.json) from the model"
+            ) from error
+
+    def run(self, images: Sequence[Image]) -> Any:
+        """Return what the processor makes of images, as tensors by name."""
+        return self.loaded(images=list(images), input_data_format="channels_last", return_tensors="pt")
+
+
+class ImageCutter(LateProcessor):
+    """Image processor of the Qwen-VL families, and the patches it cuts.
+
+    Source: `smart_resize` of transformers 5.19, in the module of the model's image processor.
+    """
+
+    def __init__(self, folder: Path, load: Callable[[], Any], install: str) -> None:
+        super().__init__(folder, load, install)
         self._grids: dict[tuple[int, int], Grid] = {}
 
     def grid(self, image: Image) -> Grid:
@@ -55,14 +86,14 @@ class ImageCutter:
             ModelError: the processor cuts images otherwise than its sizes say, or cannot be loaded.
             BackendError: Pillow or torchvision is missing.
         """
-        made = self._processor(images=list(images), input_data_format="channels_last", return_tensors="pt")
+        made = self.run(images)
         pixels, grid = made["pixel_values"], made["image_grid_thw"]
         if grid.tolist() != [list(self.grid(image)) for image in images]:
-            raise ModelError(f"{self._folder}: {type(self._processor).__name__} cuts images otherwise than it declares")
+            raise ModelError(f"{self.folder}: {type(self.loaded).__name__} cuts images otherwise than it declares")
         return pixels, grid
 
     def _cut(self, height: int, width: int) -> Grid:
-        processor = self._processor
+        processor = self.loaded
         limits = {"min_pixels": processor.size["shortest_edge"], "max_pixels": processor.size["longest_edge"]}
         resize = import_module(type(processor).__module__).smart_resize
         try:
@@ -71,48 +102,20 @@ class ImageCutter:
             raise DataError(f"an image of {width} x {height} pixels: {error}") from error
         return 1, size[0] // processor.patch_size, size[1] // processor.patch_size
 
-    @cached_property
-    def _processor(self) -> Any:
-        try:
-            return self._load()
-        except ImportError as error:
-            raise BackendError(
-                f"images are prepared by {self._folder.name}'s processor, which needs Pillow or torchvision ({error}); "
-                f"install it with: {self._install}"
-            ) from error
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ModelError(
-                f"{self._folder}: no image processor can be loaded: {error}; copy preprocessor_config.json (or "
-                "processor_config.json) from the model"
-            ) from error
-
 
 Indices = npt.NDArray[np.int64]
-RopeIndex = Callable[[Indices, npt.NDArray[np.int32], list[Grid]], Indices]
-"""Function of [1, T] ids, [1, T] kinds (1 for an image token) and the images' grids that gives [3, T] positions."""
 
 
 class ImagePlaces:
-    """Places of images in the sequences that train one vision-language model of the Qwen-VL families.
+    """Places of images in the sequences that train one vision-language model; positions count tokens.
 
     Args:
-        config: transformers' configuration of the model.
-        cutter: of its images.
-        rope_index: computes positions, as transformers' `get_rope_index` does.
-
-    Attributes:
-        blank_shape: (patches, values) of the smallest image.
-        blank_grid: patches of it in time, height and width.
+        image_id: of the placeholder token.
+        num_tokens: placeholders of an image.
     """
 
-    def __init__(self, config: Any, cutter: ImageCutter, rope_index: RopeIndex) -> None:
-        vision = config.vision_config
-        self._image_id: int = config.image_token_id
-        self._cutter, self._rope_index = cutter, rope_index
-        merge: int = vision.spatial_merge_size
-        self._patches_of_token = merge**2
-        self.blank_shape = (merge**2, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
-        self.blank_grid: Grid = (1, merge, merge)
+    def __init__(self, image_id: int, num_tokens: Callable[[Image], int]) -> None:
+        self._image_id, self._num_tokens = image_id, num_tokens
 
     def check(self, sequences: Sequence[TrainSequence]) -> None:
         """Refuse placeholders that are not those of the images.
@@ -122,7 +125,7 @@ class ImagePlaces:
             ModelError, BackendError: the image processor cannot be loaded.
         """
         for index, sequence in enumerate(sequences):
-            wanted = [math.prod(self._cutter.grid(image)) // self._patches_of_token for image in sequence.images]
+            wanted = [self._num_tokens(image) for image in sequence.images]
             found = [stop - start for start, stop in self.spans(sequence)]
             if wanted != found:
                 raise DataError(
@@ -138,11 +141,5 @@ class ImagePlaces:
         return list(zip(edges[::2], edges[1::2], strict=True))
 
     def positions(self, sequence: TrainSequence) -> Indices:
-        """[3, T]: position in time, height and width; equal but within images, as transformers computes them."""
-        if not sequence.images:
-            return np.tile(np.arange(len(sequence.ids)), (3, 1))
-        kinds = np.zeros((1, len(sequence.ids)), np.int32)
-        for start, stop in self.spans(sequence):
-            kinds[0, start:stop] = 1
-        grids = [self._cutter.grid(image) for image in sequence.images]
-        return self._rope_index(sequence.ids.astype(np.int64)[None], kinds, grids)
+        """[T]: one after the other."""
+        return np.arange(len(sequence.ids))

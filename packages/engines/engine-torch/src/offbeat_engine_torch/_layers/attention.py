@@ -11,6 +11,9 @@ Three kernels, each exact; the device says which suits it (`Device.packed_attent
   to pack: so that `torch.compile` makes one graph of a layer for all of them.
 - `rows`: padded rows with a mask; every device, head size and sliding window.
 
+Each is causal. Where the tokens of an image see each other (`AttentionPlan.blocks`), a second call, by `varlen` or with
+a mask, gives the output of these tokens.
+
 Shapes: T packed tokens, H query heads, J key heads, G = H / J query heads of each, D head size, R rows, L queries and
 K keys of a row (padded).
 """
@@ -104,23 +107,48 @@ def _attend(
     """Attend with what is here: [1, T, H, D]."""
     # `squeeze`, for the backward pass of `x[0]` fills a tensor with zeros first.
     query, key, value = (x.squeeze(0).transpose(0, 1) for x in (query_1HTD, key_1KTD, value_1KTD))
+    both_ways = sliding_window is not None or not plan.in_windows_alone
     if keys is not None and fits_varlen(query.shape[-1], value.shape[-1], value.dtype):
         query, key = query.to(value.dtype), key.to(value.dtype)
-        if keys.index is not None:
-            key, value = key.index_select(0, keys.index), value.index_select(0, keys.index)
-        if sinks_H is None:
-            out = varlen_attention(query, key, value, keys.bounds, scale=scale, window=sliding_window)
-        else:
-            out = varlen_with_sinks(query, key, value, sinks_H, keys.bounds, scale=scale, window=sliding_window)
+        out = _attend_in_line(query, key, value, sinks_H, keys, scale, sliding_window)
+        if keys.blocks is not None and keys.blocks.token is not None and both_ways:
+            block = query.index_select(0, keys.blocks.token)
+            seen = _attend_in_line(block, key, value, sinks_H, keys.blocks, scale, sliding_window, causal=False)
+            out = out.index_copy(0, keys.blocks.token, seen)
         return out.contiguous()[None]
     # A window that no sequence exceeds hides nothing, and `split` takes none.
     window = sliding_window if sliding_window is not None and sliding_window < plan.longest else None
     plain = window is None and query.shape[-1] == value.shape[-1]
+    same = (query.to(value.dtype), key.to(value.dtype), value, sinks_H)
     if kernel == "split" and plain:
         out = _SplitAttention.apply(query, key, value, sinks_H, plan, scale)  # type: ignore[no-untyped-call]
     else:
-        out = _masked_rows(query.to(value.dtype), key.to(value.dtype), value, sinks_H, plan, scale, window)
+        token, found = _masked_rows(*same, plan.joined(window), scale)
+        out = found.index_select(0, token.argsort())  # back into the order of the pack
+    if plan.blocks and both_ways:
+        token, found = _masked_rows(*same, plan.both_ways(window), scale)
+        out = out.index_copy(0, token, found.to(out.dtype))
     return out.to(value.dtype).contiguous()[None]  # some families cut it with `view`
+
+
+def _attend_in_line(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks_H: Tensor | None,
+    keys: VarlenKeys,
+    scale: float,
+    window: int | None,
+    *,
+    causal: bool = True,
+) -> Tensor:
+    """Attend by variable-length attention: [n, H, D] of the queries of `keys`."""
+    if keys.index is not None:
+        key, value = key.index_select(0, keys.index), value.index_select(0, keys.index)
+    how: dict[str, Any] = {"scale": scale, "window": window, "causal": causal}
+    if sinks_H is None:
+        return varlen_attention(query, key, value, keys.bounds, **how)
+    return varlen_with_sinks(query, key, value, sinks_H, keys.bounds, **how)
 
 
 class _SplitAttention(torch.autograd.Function):
@@ -251,18 +279,12 @@ def _call_backward(
 
 
 def _masked_rows(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor | None,
-    plan: AttentionPlan,
-    scale: float,
-    window: int | None,
-) -> Tensor:
-    """Padded rows with a mask, differentiated by torch."""
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor | None, blocks: list[Rows], scale: float
+) -> tuple[Tensor, Tensor]:
+    """Padded rows with a mask, differentiated by torch: packed index [n] and output [n, H, D] of all queries."""
     heads = query.shape[1] // key.shape[1]
     parts, tokens = [], []
-    for rows in plan.joined(window):
+    for rows in blocks:
         queries = _gather(query, rows.query, rows.num_rows)
         keys, values = (_repeat(_gather(x, rows.key, rows.num_rows), heads) for x in (key, value))
         mask = rows.mask
@@ -271,5 +293,4 @@ def _masked_rows(
         out = scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
         parts.append(_unpad(out[..., : value.shape[-1]], rows))
         tokens.append(rows.token)
-    # Back into the order of the pack.
-    return torch.cat(parts).index_select(0, torch.cat(tokens).argsort())
+    return torch.cat(tokens), torch.cat(parts)

@@ -8,7 +8,7 @@ Shapes: T packed tokens, R rows, L queries and K keys of a row (padded).
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, TypeVar
 
@@ -55,10 +55,14 @@ class VarlenKeys:
     Args:
         index: [sum K] int64, packed index of every sequence's keys; None where these are the packed tokens as they are.
         bounds: where queries and keys of each sequence begin and end.
+        token: packed index of the queries of blocks; None where they are all of the pack, as they are.
+        blocks: queries of blocks, each a sequence here, with all that they see; None where the pack has none.
     """
 
     index: Tensor | None
     bounds: VarlenBounds
+    token: Tensor | None = None
+    blocks: "VarlenKeys | None" = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,12 +102,17 @@ class AttentionPlan:
         device: to attend on.
         ranks: that share the pack's tokens; None where this one has all of them.
         run: first token whose query is here, and the one after the last; None for all of the pack.
+        blocks: (start, stop) of runs of tokens that see each other, also what comes later, such as those of an image;
+            each within one segment.
+        in_windows_alone: they do so in layers with a sliding window, and in no others.
     """
 
     segments: tuple[Segment, ...]
     device: torch.device
     ranks: SharedTokens | None = None
     run: tuple[int, int] | None = None
+    blocks: tuple[tuple[int, int], ...] = ()
+    in_windows_alone: bool = False
     _made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
@@ -126,7 +135,13 @@ class AttentionPlan:
 
     def joined(self, window: int | None) -> list[Rows]:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
-        return self._once(("joined", window), lambda: self._joined_rows(window))
+        return self._once(("joined", window), lambda: self._masked_rows(self._keys_of_runs(), window, causal=True))
+
+    def both_ways(self, window: int | None) -> list[Rows]:
+        """Each block as a row whose keys are what comes before it and all of its own, masked."""
+        return self._once(
+            ("both ways", window), lambda: self._masked_rows(self._keys_of_blocks(), window, causal=False)
+        )
 
     def shared(self, ranks: SharedTokens, num_tokens: int, run: tuple[int, int] | None) -> "AttentionPlan":
         """Return the plan of a pack that these ranks share, with padding up to `num_tokens`; see `run` above."""
@@ -178,13 +193,12 @@ class AttentionPlan:
             )
         return blocks
 
-    def _joined_rows(self, window: int | None) -> list[Rows]:
-        keys_of = self._keys_of_runs()
+    def _masked_rows(self, keys_of: dict[tuple[int, int], Indices], window: int | None, *, causal: bool) -> list[Rows]:
         blocks = []
         for bucket in _buckets(keys_of):
             keys = [keys_of[span] for span in bucket]
-            mask = _joined_mask([length for _, length in bucket], [len(key) for key in keys], window)
-            blocks.append(self._rows(bucket, keys, mask))
+            lengths = [length for _, length in bucket], [len(key) for key in keys]
+            blocks.append(self._rows(bucket, keys, _joined_mask(*lengths, window, causal=causal)))
         return blocks
 
     def _keys_of_runs(self) -> dict[tuple[int, int], Indices]:
@@ -201,8 +215,24 @@ class AttentionPlan:
                 found[begin - first, end - begin] = keys[: len(keys) - (segment.start + segment.length - end)]
         return found
 
+    def _keys_of_blocks(self) -> dict[tuple[int, int], Indices]:
+        """Return the span of each block, with packed indices of its keys: its prompt's and its own, up to its end."""
+        found = {}
+        for start, stop in self.blocks:
+            segment = next(each for each in self.segments if each.start <= start < each.start + each.length)
+            keys = _key_indices(self.segments, segment)
+            found[start, stop - start] = keys[: len(keys) - (segment.start + segment.length - stop)]
+        return found
+
     def _varlen_keys(self) -> VarlenKeys:
-        keys_of = self._keys_of_runs()
+        made = self._line_up(self._keys_of_runs())
+        if not self.blocks:
+            return made
+        token = np.concatenate([np.arange(start, stop) for start, stop in self.blocks])
+        return replace(made, blocks=replace(self._line_up(self._keys_of_blocks()), token=self._tensor(token)))
+
+    def _line_up(self, keys_of: dict[tuple[int, int], Indices]) -> VarlenKeys:
+        """Put the keys of spans of queries one after the other."""
         keys, queries = list(keys_of.values()), [length for _, length in keys_of]
         lengths, index = [len(key) for key in keys], np.concatenate(keys)
         first_query, first_key = (self._tensor(np.cumsum([0, *each]).astype(np.int32)) for each in (queries, lengths))
@@ -302,10 +332,14 @@ def _pad(rows: Sequence[Indices]) -> tuple[Indices, Indices]:
     return padded, lengths
 
 
-def _joined_mask(queries: Sequence[int], keys: Sequence[int], window: int | None) -> Any:
-    """[R, 1, L, K] bool: a query sees keys up to its own place, at most `window` of them. Key places are positions."""
-    place_L, place_K = np.arange(max(queries)), np.arange(max(keys))
-    offset_R = np.array(keys) - np.array(queries)
-    distance_RLK = (place_L[None, :, None] + offset_R[:, None, None]) - place_K[None, None, :]
-    seen = distance_RLK >= 0 if window is None else (distance_RLK >= 0) & (distance_RLK < window)
-    return seen[:, None]
+def _joined_mask(queries: Sequence[int], keys: Sequence[int], window: int | None, *, causal: bool) -> Any:
+    """[R, 1, L, K] bool, which keys a query sees: with `causal` those up to its own place, else all of its row.
+
+    Of these at most `window`, counted back from its own. Key places are positions, and the last query is at the last of
+    them; so is padding.
+    """
+    queries_R1, keys_R1, place_K = np.array(queries)[:, None], np.array(keys)[:, None], np.arange(max(keys))
+    place_RL = np.minimum(np.arange(max(queries)), queries_R1 - 1) + keys_R1 - queries_R1
+    distance_RLK = place_RL[:, :, None] - place_K
+    seen = distance_RLK >= 0 if causal else (place_K < keys_R1)[:, None]
+    return (seen if window is None else seen & (distance_RLK < window))[:, None]

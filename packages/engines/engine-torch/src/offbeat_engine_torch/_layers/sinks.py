@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import varlen as _varlen  # noqa: F401  registers the operations
 
-from offbeat_training import VarlenBounds
+from offbeat_training import VarlenBounds, window_size
 
 SINK_CHANNELS: Final = 8
 """Numbers by which `add_sink_key` lengthens a head, of which one is used: kernels take head sizes that 8 divides."""
@@ -74,11 +74,12 @@ def varlen_with_sinks(
     *,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> Tensor:
     """Return [T, H, D]: `offbeat_training.varlen_attention` with sinks."""
-    longest = (bounds.longest_query, bounds.longest_key)
+    longest, seen = (bounds.longest_query, bounds.longest_key), window_size(window, causal=causal)
     out: Tensor = _VarlenWithSinks.apply(  # type: ignore[no-untyped-call]
-        query_THD.contiguous(), key_KJD, value_KJD, sinks_H, bounds.queries, bounds.keys, *longest, scale, window
+        query_THD.contiguous(), key_KJD, value_KJD, sinks_H, bounds.queries, bounds.keys, *longest, scale, seen
     )
     return out
 
@@ -98,15 +99,15 @@ class _VarlenWithSinks(torch.autograd.Function):
         longest_query: int,
         longest_key: int,
         scale: float,
-        window: int | None,
+        seen: tuple[int, int],
     ) -> Tensor:
-        seen = [-1 if window is None else window - 1, 0]  # keys before the query's own, and none after it
-        bounds, more = (queries, keys, longest_query, longest_key, window is None), (scale, seen)
+        is_causal = seen == (-1, 0)
+        bounds, more = (queries, keys, longest_query, longest_key, is_causal), (scale, list(seen))
         out, lse_HT, state = torch.ops.torch_attn._varlen_attn(query, key, value, *bounds, *more)
         joined_HT = torch.logaddexp(lse_HT, sinks_H.float()[:, None])
         scaled: Tensor = out * (lse_HT - joined_HT).exp().T[..., None].to(out.dtype)
         ctx.save_for_backward(query, key, value, sinks_H, scaled, joined_HT, queries, keys, state)
-        ctx.longest, ctx.more, ctx.causal = (longest_query, longest_key), more, window is None
+        ctx.longest, ctx.more, ctx.causal = (longest_query, longest_key), more, is_causal
         return scaled
 
     @staticmethod

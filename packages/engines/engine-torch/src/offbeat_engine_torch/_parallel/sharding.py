@@ -162,7 +162,8 @@ def _shard_vocabulary(model: CausalModel, mesh: DeviceMesh, autocast: torch.dtyp
     embedding = model.whole.get_input_embeddings()
     if autocast and not kept & {embedding, model.head}:
         # In float32, as what no layer holds is without it: the tower's ends, and what the family keeps.
-        outside = [module for module in (*kept, model.tower) if module is not None and not _is_sharded(module)]
+        tower = model.vision.tower if model.vision else []
+        outside = [module for module in (*kept, *tower) if not _is_sharded(module)]
         for module in outside:
             _fully_shard(module, mesh)
         embedding.register_forward_hook(lambda _, __, rows: rows.float())
@@ -316,8 +317,17 @@ def _cut_vocabulary(model: CausalModel, tp: TensorParallel, mesh: DeviceMesh) ->
 
 
 @torch.no_grad()
-def fill_buffers(whole: Any) -> None:
-    """Compute what is not saved with the weights, such as rotary frequencies, as transformers itself does."""
-    for module in whole.modules():
-        if module._non_persistent_buffers_set:
-            whole._init_weights(module)
+def fill_buffers(module: Any, owner: Any = None) -> None:
+    """Compute what is not saved with the weights, such as rotary frequencies, as transformers itself does.
+
+    Args:
+        module: and all within it.
+        owner: model of transformers that it belongs to; a tower is one of its own.
+    """
+    owner = module if hasattr(module, "_init_weights") else owner
+    if module._non_persistent_buffers_set:
+        for parameter in module.parameters():
+            parameter._is_hf_initialized = True  # by it transformers leaves weights alone: they are read from files
+        owner._init_weights(module)
+    for child in module.children():
+        fill_buffers(child, owner)
