@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 
 from offbeat_core import ConfigError, ModelFolder, RolloutEngineConfig  # noqa: E402
 from offbeat_rollout_vllm._fp8_blocks import block_arguments, with_scales  # noqa: E402
-from offbeat_rollout_vllm._worker_weights import HeldWeights  # noqa: E402
+from offbeat_rollout_vllm._in_workers.weights import HeldWeights  # noqa: E402
 
 FOLDER = ModelFolder.__new__(ModelFolder)
 FOLDER.path = Path("model")

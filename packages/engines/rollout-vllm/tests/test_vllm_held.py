@@ -11,10 +11,10 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
-from offbeat_rollout_vllm._extension import WorkerSide  # noqa: E402 - needs torch
+from offbeat_rollout_vllm._in_workers.extension import WorkerSide  # noqa: E402 - needs torch
+from offbeat_rollout_vllm._in_workers.receiver import held_parts  # noqa: E402
+from offbeat_rollout_vllm._in_workers.weights import HeldWeights, refresh_gates  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._updates import FolderStream, Part, Readback, UnstackedStream  # noqa: E402
-from offbeat_rollout_vllm._worker_receiver import held_parts  # noqa: E402
-from offbeat_rollout_vllm._worker_weights import HeldWeights, refresh_gates  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
 from offbeat_weightsync import BucketPlan, InProcessStream, describe_tensors  # noqa: E402

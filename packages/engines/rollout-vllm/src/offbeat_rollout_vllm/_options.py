@@ -55,7 +55,7 @@ def rename_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], list[str
 
 
 GIB: Final = 1 << 30
-WORKER_EXTENSION: Final = "offbeat_rollout_vllm._extension.WorkerExtension"
+WORKER_EXTENSION: Final = "offbeat_rollout_vllm._in_workers.extension.WorkerExtension"
 GIVEN_BY: Final[Mapping[str, str]] = {
     "model": "rollout's model_path",
     "tokenizer": "rollout's model_path",

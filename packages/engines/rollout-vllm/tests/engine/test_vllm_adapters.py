@@ -26,7 +26,7 @@ from offbeat_core import (
     OffbeatError,
     WeightSyncError,
 )
-from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_rollout_vllm._in_workers.extension import WorkerSide
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute

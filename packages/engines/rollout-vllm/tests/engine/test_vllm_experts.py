@@ -65,7 +65,7 @@ async def check_expert_that_is_not_updated(engine, model):
 async def check_stacks_that_vllm_does_not_pack_again(engine, model):
     """What vLLM does by itself, without the step that `WorkerSide.begin` takes first."""
     with pytest.MonkeyPatch.context() as without:
-        without.setattr("offbeat_rollout_vllm._extension.forget_kernels", lambda model: None)
+        without.setattr("offbeat_rollout_vllm._in_workers.extension.forget_kernels", lambda model: None)
         with pytest.raises(WeightSyncError, match="checksum"):
             await engine.update_weights(proving(changed_weights(model, seed=5), 5), 5)
     await engine.update_weights(proving(changed_weights(model, seed=6), 6), 6)

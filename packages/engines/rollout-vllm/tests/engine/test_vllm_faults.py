@@ -23,7 +23,7 @@ from offbeat_core import (
     WeightSyncError,
 )
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_rollout_vllm._in_workers.extension import WorkerSide
 from offbeat_testing import (
     FakeWeightStream,
     changed_weights,
@@ -287,7 +287,7 @@ async def test_a_call_to_a_core_that_was_killed_is_answered_with_its_name(folder
 
 @pytest.mark.nightly
 async def test_a_seeded_prompt_that_takes_several_steps_kills_a_bare_vllm(folder, monkeypatch):
-    monkeypatch.setattr("offbeat_rollout_vllm._extension.spare_generators", lambda runner: None)
+    monkeypatch.setattr("offbeat_rollout_vllm._in_workers.extension.spare_generators", lambda runner: None)
     async with started(config_of(folder, options={"max_num_batched_tokens": 128})) as engine:
         with pytest.raises(PeerFailedError, match="offset"):
             await engine.generate(request("long", LONG))
@@ -342,7 +342,7 @@ def _spoil(module):
     if not hasattr(module, "cpu_linear"):
         module.weight.data.view(-1)[3] += 1
         return
-    held = import_module("offbeat_rollout_vllm._worker_weights")
+    held = import_module("offbeat_rollout_vllm._in_workers.weights")
     weight = held.unpack(module, torch.float32).clone()
     weight[1, 2] += 1
     layers = import_module("vllm.model_executor.layers.utils")

@@ -12,7 +12,7 @@ from offbeat_core import (
     WeightSyncError,
 )
 from offbeat_rollout_vllm import VllmRolloutEngine
-from offbeat_rollout_vllm._extension import WorkerSide
+from offbeat_rollout_vllm._in_workers.extension import WorkerSide
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.timeout(DEADLINE_S)]  # a first start on a cold machine takes a minute
@@ -89,7 +89,7 @@ async def test_both_levels_give_memory_back_and_leave_no_trace(folder, monkeypat
 @pytest.mark.nightly
 async def test_vllm_s_own_sleep_gives_nothing_back(folder, monkeypatch):
     """What this package's is there for: when this fails, vLLM's own will do."""
-    monkeypatch.setattr("offbeat_rollout_vllm._extension.CpuSleep", lambda worker: None)
+    monkeypatch.setattr("offbeat_rollout_vllm._in_workers.extension.CpuSleep", lambda worker: None)
     monkeypatch.setattr(WorkerSide, "fill_cache", fill_cache, raising=False)
     async with started(config_of(folder, options=OPTIONS)) as engine:
         engine._workers.call("fill_cache")

@@ -29,8 +29,8 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_rollout_vllm._worker_adapters import HeldAdapter
-from offbeat_rollout_vllm._worker_weights import (
+from offbeat_rollout_vllm._in_workers.adapters import HeldAdapter
+from offbeat_rollout_vllm._in_workers.weights import (
     HeldWeights,
     check_exact,
     dtype_name,
@@ -42,7 +42,7 @@ from offbeat_rollout_vllm._worker_weights import (
 from offbeat_rollout_vllm._workers import Arena
 
 if TYPE_CHECKING:
-    from offbeat_rollout_vllm._worker_receiver import WorkerReceiver
+    from offbeat_rollout_vllm._in_workers.receiver import WorkerReceiver
 
 RELOAD: Final = "vllm.model_executor.model_loader.reload"
 
@@ -131,7 +131,7 @@ class WorkerSide:
         """Receive a version as a process of its own: see `WorkerReceiver.receive`."""
         if self._receiver is None:
             # Here, as most engines need neither the transports nor what they import.
-            from offbeat_rollout_vllm._worker_receiver import WorkerReceiver
+            from offbeat_rollout_vllm._in_workers.receiver import WorkerReceiver
 
             worker = self._worker
             self._receiver = WorkerReceiver(self, self._held, worker.rank, str(worker.device), model_path)

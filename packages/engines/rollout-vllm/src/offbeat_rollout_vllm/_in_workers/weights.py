@@ -25,7 +25,7 @@ from typing import Any, Final, cast
 import torch
 from torch import Tensor, nn
 
-from offbeat_rollout_vllm._gpt_oss import (
+from offbeat_rollout_vllm._in_workers.gpt_oss import (
     BIASES,
     SINKS,
     STACKS,
@@ -92,7 +92,7 @@ def locate_expert(runner: Any, name: str, expert: int, matrix: str, leaf: str) -
 
 
 def locate_stack(runner: Any, name: str, leaf: str) -> TensorLocation:
-    """Return where a stack lies that the trainer holds whole too; see `_gpt_oss`."""
+    """Return where a stack lies that the trainer holds whole too; see `gpt_oss`."""
     layer = runner.routed_experts
     check_stacks(runner, name)
     if layer.local_num_experts != layer.global_num_experts:
@@ -275,7 +275,7 @@ class HeldWeights:
         return held[location.first_row : location.first_row + location.shape[0]][tuple(map(slice, location.shape))]
 
     def load_lost(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Load what vLLM's model would lose, and yield all else: see `_gpt_oss`."""
+        """Load what vLLM's model would lose, and yield all else: see `gpt_oss`."""
         for name, tensor in tensors:
             is_asked = ".experts." in name or name.endswith(SINKS)
             path, _, leaf = self._map(name)[0].rpartition(".") if is_asked else ("", "", "")

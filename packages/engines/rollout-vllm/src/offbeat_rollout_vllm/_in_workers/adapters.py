@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from offbeat_rollout_vllm._worker_weights import HeldWeights, TensorLocation
+from offbeat_rollout_vllm._in_workers.weights import HeldWeights, TensorLocation
 
 DOWN: Final = ".lora_A."
 PEFT_PREFIX: Final = "base_model.model."

@@ -5,7 +5,7 @@ of the parts that it holds. The second brings each of them the sums of all, whic
 worker proves the whole engine to the sender, and waits for others in its connection alone, which has a deadline.
 
 On a CPU packed weights show neither the sign of a zero nor numbers below the smallest normal one
-(`_worker_weights.py`). A version with such numbers is held but not proved there: workers on CPUs receive in tests only.
+(`weights`). A version with such numbers is held but not proved there: workers on CPUs receive in tests only.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from offbeat_core import TensorSpec, WeightStream, WeightSyncError
+from offbeat_rollout_vllm._in_workers.weights import HeldWeights, check_exact, dtype_name
 from offbeat_rollout_vllm._mxfp4 import served_folder
 from offbeat_rollout_vllm._updates import UnstackedStream, checked_tensors, shown_dtype
-from offbeat_rollout_vllm._worker_weights import HeldWeights, check_exact, dtype_name
 from offbeat_weightsync import HeldPart, PartSum, Transport, open_transport
 
 

@@ -1,0 +1,1 @@
+"""Code that runs in vLLM's workers: it loads what comes, and reads what serves."""
