@@ -56,7 +56,7 @@ DEVICES_ALLOWED: dict[str, str] = {
     "packages/engines/engine-torch/src/offbeat_engine_torch/_policy.py": IN_MAIN_MEMORY,
     "packages/engines/rollout-torch/src/offbeat_rollout_torch/_decoder.py": "oneDNN's packed products are a CPU's",
     "packages/engines/rollout-trtllm/src/offbeat_rollout_trtllm/_handles.py": HANDLES,
-    "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_in_workers/extension.py": "vLLM's build for CPUs cannot sleep",
+    "packages/engines/rollout-vllm/src/offbeat_rollout_vllm/_in_workers/extension.py": "vLLM for CPUs cannot sleep",
     "packages/engines/training/src/offbeat_training/_logprobs.py": "products of a wider result are CUDA's alone",
     "packages/runtime/weightsync/src/offbeat_weightsync/_transports/slots.py": HANDLES,
 }

@@ -293,7 +293,7 @@ class RowImages:
 
     @cached_property
     def _placeholder(self) -> str:
-        """What a chat template writes for an image."""
+        """Text that a chat template writes for an image."""
         return self._text(self._rules.template_id)
 
     def _text(self, token_id: int) -> str:
