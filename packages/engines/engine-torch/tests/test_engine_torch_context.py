@@ -89,9 +89,10 @@ def test_ranks_that_the_options_do_not_divide_are_refused(model_folder):
         TorchTrainEngine.plan(settings, 6)
 
 
-def test_ranks_cannot_share_the_tokens_of_models_with_images():
-    with pytest.raises(ConfigError, match="vision tower"):
-        check_context_parallel(AutoConfig.for_model("qwen3_vl"), 2)
+def test_heads_of_models_with_images_must_divide():
+    check_context_parallel(AutoConfig.for_model("qwen3_vl"), 2)
+    with pytest.raises(ConfigError, match=r"num_attention_heads \(32\) must be a multiple of cp"):
+        check_context_parallel(AutoConfig.for_model("qwen3_vl"), 3)
 
 
 def test_key_heads_are_repeated_as_often_as_ranks_need():

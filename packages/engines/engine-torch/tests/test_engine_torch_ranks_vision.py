@@ -59,7 +59,7 @@ def run(request, folder, weighted_loss):
 
 
 @pytest.mark.parametrize(
-    "mesh", [{"dp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.nightly)], ids=str, indirect=True
+    "mesh", [{"dp": 2}, {"cp": 2}, pytest.param({"dp": 4}, marks=pytest.mark.nightly)], ids=str, indirect=True
 )
 def test_ranks_without_images_keep_the_others_company(run, mesh, weighted_loss):
     settings, updates, of_one_process = run

@@ -72,9 +72,9 @@ def folder(request, tmp_path_factory):
     return folder
 
 
-def create(folder, **changes):
+def create(folder, mesh=None, **changes):
     settings = {"max_tokens_per_microbatch": 160, "device": "cpu"}
-    return TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), **settings | changes))
+    return TorchTrainEngine.create(TrainEngineConfig(model_path=str(folder), **settings | changes), mesh)
 
 
 @pytest.mark.parametrize("share", [True, False], ids=["shared", "unshared"])
@@ -93,6 +93,17 @@ def test_gradients_are_those_of_single_sequences_with_images(folder, weighted_lo
     assert any("visual" in name for name in grads)
     for name, grad in grads.items():
         assert (found[name] - grad).abs().max() <= 5e-4 * grad.abs().max() + 1e-9, name
+
+
+@pytest.mark.mesh(cp=2)
+def test_ranks_that_share_tokens_see_the_images_among_theirs(folder, mesh, weighted_loss):
+    sequences, engines = Pictures(folder).groups(COUNTS), [create(folder, each) for each in (None, mesh)]
+    losses = [each.forward_backward(sequences, weighted_loss)["loss"].value for each in engines]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+    norms = [each.step()["grad_norm"].value for each in engines]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-5)
+    for one, many in zip(*(each.logprobs(sequences) for each in engines), strict=True):
+        np.testing.assert_allclose(many, one, atol=4e-5)
 
 
 def test_a_checkpoint_has_the_names_of_the_files(folder, weighted_loss, tmp_path):

@@ -333,14 +333,15 @@ def check_context_parallel(hf_config: Any, size: int) -> None:
     """Refuse a model whose tokens several ranks cannot share.
 
     Raises:
-        ConfigError: it looks at images, or the heads of its delta rule do not divide among them.
+        ConfigError: its heads do not divide among them, where images or the delta rule need that.
     """
     config = hf_config.get_text_config()
     reason = ""
     if "linear_attention" in (getattr(config, "layer_types", None) or ()):
         reason = check_shared_heads(config, size)
-    if getattr(hf_config, "vision_config", None) is not None:
-        reason = "it has a vision tower"
+    if getattr(hf_config, "vision_config", None) is not None and config.num_attention_heads % size:
+        # Tokens of one image may see each other, for which all of them have to be here.
+        reason = f"with images, its num_attention_heads ({config.num_attention_heads}) must be a multiple of cp"
     if reason:
         raise ConfigError(f"cp = {size}: ranks cannot share the tokens of {config.model_type}: {reason}; set cp to 1")
 

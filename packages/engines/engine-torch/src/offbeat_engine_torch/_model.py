@@ -5,7 +5,7 @@ import re
 import textwrap
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -179,6 +179,8 @@ class CausalModel(nn.Module):
             return self._ask(ids_T, positions_T, plan, kernel, query, autocast, patches)
         cut = self.context.cut(ids_T, positions_T, plan, query, routes_LKT)
         self.routing.follow(cut.routes_LKt, replays=replays)
+        if patches is not None:
+            patches = replace(patches, run=cut.run)
         return cut.join(self._ask(cut.ids_t, cut.positions_t, cut.plan, kernel, cut.query, autocast, patches))
 
     def _ask(

@@ -159,7 +159,7 @@ class Policy:
         assert self._vision is not None, "a model without a vision tower was asked to look"
         return ImagePatches(
             pixels=tuple(copy_to_device(each, self._device) for each in self._vision.pixels(pack.images)),
-            place_M=self.tensor(pack.place_M),
+            place_M=pack.place_M,
         )
 
     def lay_out(self, sequences: Sequence[TrainSequence], families: Sequence[Family]) -> MicroBatch:

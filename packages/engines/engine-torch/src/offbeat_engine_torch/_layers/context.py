@@ -29,6 +29,7 @@ class CutPack:
         query: `HeadQuery` of the loss tokens that the run predicts, at least one; None for hidden states.
         owner_N: rank that predicts each loss token.
         num_tokens: T.
+        run: first token that is here, and the one after the last.
         routes_LKt: of the run, see `Routing.follow`; None where the pack has none.
     """
 
@@ -39,6 +40,7 @@ class CutPack:
     query: Any
     owner_N: Indices
     num_tokens: int
+    run: tuple[int, int]
     routes_LKt: Tensor | None = None
 
     def join(self, answer: Any) -> Any:
@@ -99,6 +101,7 @@ class PackShare:
             query=None if query is None else _predicted_here(query, owner_N == self.ranks.rank, first),
             owner_N=owner_N,
             num_tokens=num_tokens,
+            run=run,
             routes_LKt=routes_LKt,
         )
 

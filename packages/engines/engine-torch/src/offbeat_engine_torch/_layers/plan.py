@@ -147,7 +147,7 @@ class AttentionPlan:
         """Return the plan of a pack that these ranks share, with padding up to `num_tokens`; see `run` above."""
         missing = num_tokens - self.num_tokens
         padding = (Segment(start=self.num_tokens, length=missing),) if missing else ()
-        return AttentionPlan((*self.segments, *padding), self.device, ranks, run)
+        return replace(self, segments=(*self.segments, *padding), ranks=ranks, run=run, _made={})
 
     def arguments(self, kernel: str) -> dict[str, Any]:
         """Return what `packed_attention` is given by name to attend by a kernel."""

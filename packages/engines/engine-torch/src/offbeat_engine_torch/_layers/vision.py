@@ -3,18 +3,20 @@
 A family says which of a model's modules turn pixels into embeddings, what they are given, what the language model is
 given with images in it, and whether the tokens of one image see each other.
 
-Shapes: T packed tokens, M placeholder tokens of images, E hidden size.
+Shapes: T packed tokens here, M placeholder tokens of images in the pack, m of them here, E hidden size.
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from offbeat_core import ModelError
-from offbeat_training import Gemma3Images, Gemma4Images, ImageProcessor, VisionInputs
+from offbeat_engine_torch._layers.plan import to_device
+from offbeat_training import Gemma3Images, Gemma4Images, ImageProcessor, Indices, VisionInputs
 
 _INSTALL: Final = 'pip install "offbeat-engine-torch[vision]"'
 
@@ -26,10 +28,18 @@ class ImagePatches:
     Args:
         pixels: arguments of transformers' `get_image_features`: see `VisionInputs.pixels`.
         place_M: packed index of each placeholder token; none where the pixels are of no image.
+        run: first packed token that is here, and the one after the last; None for all.
     """
 
     pixels: tuple[Tensor, ...]
-    place_M: Tensor
+    place_M: Indices
+    run: tuple[int, int] | None = None
+
+    def here(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return, [m] each, which of the placeholder tokens are here, and their index among the tokens here."""
+        first, stop = self.run or (0, int(self.place_M.max(initial=0)) + 1)
+        which_m = np.flatnonzero((first <= self.place_M) & (self.place_M < stop))
+        return to_device(which_m, device), to_device(self.place_M[which_m] - first, device)
 
 
 class VisionFamily:
@@ -79,14 +89,14 @@ class VisionFamily:
         Pixels without a place in the text are not used, but they are part of the graph: the backward pass goes through
         the tower, with gradients of zero.
         """
-        place_M = patches.place_M
+        which_m, place_m = patches.here(ids_T.device)
         seen = self._backbone.get_image_features(*patches.pixels)
         embeds_TE = self._whole.get_input_embeddings()(ids_T)
-        seen_ME = torch.cat(list(seen.pooler_output))[: len(place_M)].to(embeds_TE.dtype)
-        given = {"inputs_embeds": embeds_TE.index_copy(0, place_M, seen_ME)[None]}
-        return given | self._more(ids_T, place_M, seen)
+        seen_mE = torch.cat(list(seen.pooler_output)).index_select(0, which_m).to(embeds_TE.dtype)
+        given = {"inputs_embeds": embeds_TE.index_copy(0, place_m, seen_mE)[None]}
+        return given | self._more(ids_T, which_m, place_m, seen)
 
-    def _more(self, ids_T: Tensor, place_M: Tensor, seen: Any) -> dict[str, Any]:
+    def _more(self, ids_T: Tensor, which_m: Tensor, place_m: Tensor, seen: Any) -> dict[str, Any]:
         """Return what the language model is given besides embeddings."""
         return {}
 
@@ -100,14 +110,14 @@ class QwenVision(VisionFamily):
         """Return the image processor, with the model's own function of positions."""
         return ImageProcessor(self._backbone.config, model_path, self._backbone.get_rope_index, _INSTALL)
 
-    def _more(self, ids_T: Tensor, place_M: Tensor, seen: Any) -> dict[str, Any]:
+    def _more(self, ids_T: Tensor, which_m: Tensor, place_m: Tensor, seen: Any) -> dict[str, Any]:
         deeper = getattr(seen, "deepstack_features", None)
         if not deeper:
             return {}
-        mask_T = torch.zeros_like(ids_T, dtype=torch.bool).index_fill(0, place_M, value=True)
+        mask_T = torch.zeros_like(ids_T, dtype=torch.bool).index_fill(0, place_m, value=True)
         return {
             "visual_pos_masks": mask_T[None],
-            "deepstack_visual_embeds": [torch.cat(list(layer))[: len(place_M)] for layer in deeper],
+            "deepstack_visual_embeds": [torch.cat(list(layer)).index_select(0, which_m) for layer in deeper],
         }
 
 
@@ -147,9 +157,9 @@ class Gemma4Vision(VisionFamily):
         logits_TV: Tensor = self._whole.get_output_embeddings()(seen)
         return logits_TV
 
-    def _more(self, ids_T: Tensor, place_M: Tensor, seen: Any) -> dict[str, Any]:
+    def _more(self, ids_T: Tensor, which_m: Tensor, place_m: Tensor, seen: Any) -> dict[str, Any]:
         # Where an image is, layers get what belongs to padding.
-        ids_1T = ids_T.index_fill(0, place_M, self._text_config.pad_token_id)[None]
+        ids_1T = ids_T.index_fill(0, place_m, self._text_config.pad_token_id)[None]
         if not self._text_config.hidden_size_per_layer_input:
             return {}
         return {"per_layer_inputs": self._backbone.language_model.get_per_layer_inputs(ids_1T, None)}
