@@ -16,14 +16,11 @@ from offbeat_weightsync import InProcessStream
 PROMPT = np.asarray([10, 44, 81, 7, 100, 31], np.int32)
 WIDE = {"vocab_size": 320, "hidden_size": 128, "head_dim": 32, "v_head_dim": 32}
 """vLLM's attention on a CPU takes no heads narrower than 32."""
-LATENT = {"vocab_size": 320, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64, "v_head_dim": 32}
-"""With latent attention, `head_dim` is that of the rotated part alone; vLLM knows the published sizes of it."""
 IN_FLOAT32, IN_BFLOAT16 = ("float32", 1e-3), ("bfloat16", 0.3)
 """Number format of the engine, and how far apart log-probabilities may be, nats."""
 FAMILIES = {
     **dict.fromkeys(("qwen3", "qwen3_moe", "qwen2", "llama", "gpt_oss", "gemma3_text"), (WIDE, IN_FLOAT32)),
     **dict.fromkeys(("gemma4_text", "mistral", "glm4_moe", "olmo3", "phi3", "qwen2_moe"), (WIDE, IN_FLOAT32)),
-    "deepseek_v3": (LATENT, IN_FLOAT32),
     # vLLM computes the gated delta rule on a CPU in bfloat16 alone.
     **dict.fromkeys(("qwen3_5_text", "qwen3_next", "qwen3_5_moe_text"), (WIDE, IN_BFLOAT16)),
 }
