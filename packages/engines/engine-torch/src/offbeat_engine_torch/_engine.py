@@ -34,7 +34,7 @@ from offbeat_engine_torch._checkpoint import (
     load_state,
     save_state,
 )
-from offbeat_engine_torch._layers.routers import Routers, statistics
+from offbeat_engine_torch._layers.balance import Routers, statistics
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     arrange,

@@ -7,9 +7,9 @@ from typing import Any, Final, Self
 
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
+from offbeat_engine_torch._layers.balance import check_balance
 from offbeat_engine_torch._layers.nf4 import NF4_BYTES
 from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
-from offbeat_engine_torch._layers.routers import check_balance
 from offbeat_engine_torch._lengths import rotary_limit
 from offbeat_engine_torch._model import outline_model, read_config
 from offbeat_engine_torch._parallel.sharding import check_tensor_parallel

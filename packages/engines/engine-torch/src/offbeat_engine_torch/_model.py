@@ -32,7 +32,7 @@ from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
 from offbeat_engine_torch._layers.norm import fuse_norms
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recurrence import DELTA_RULE_FAMILIES, pack_recurrence
-from offbeat_engine_torch._layers.routing import Routing
+from offbeat_engine_torch._layers.replay import Routing
 from offbeat_engine_torch._layers.vision import ImagePatches, VisionFamily, find_vision
 from offbeat_engine_torch._mxfp4 import decoding, forget_mxfp4, settle_decoded
 from offbeat_training import Indices, VocabularyPart, token_logprobs

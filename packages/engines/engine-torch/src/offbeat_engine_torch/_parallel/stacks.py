@@ -10,8 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from offbeat_core import ConfigError
+from offbeat_engine_torch._layers.balance import find_expert_layers
 from offbeat_engine_torch._layers.experts import ExpertParallel
-from offbeat_engine_torch._layers.routers import find_expert_layers
 from offbeat_mesh import Mesh
 
 

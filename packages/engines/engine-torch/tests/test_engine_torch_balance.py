@@ -14,8 +14,8 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from offbeat_core import ConfigError
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._layers.balance import RoutedTokens, Routers, find_bias, find_expert_layers, find_router
 from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
-from offbeat_engine_torch._layers.routers import RoutedTokens, Routers, find_bias, find_expert_layers, find_router
 from offbeat_mesh import Mesh
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2"]
