@@ -216,8 +216,8 @@ def test_sequences_longer_than_the_trainer_computes_faithfully_are_refused(
 def test_a_family_that_the_engine_does_not_have_is_refused_before_anything_starts(
     command: CommandLine, config: Path, tmp_path: Path
 ) -> None:
-    path = tiny_model(tmp_path / "experts", "qwen3_moe")
+    path = tiny_model(tmp_path / "experts", "glm4_moe")
     for words in (("--model.path", path), ("--teacher.path", path, "--algorithm.distillation_coefficient=1")):
         ended = command("plan", config, *words)
         assert ended.code == 2
-        assert "model family 'qwen3_moe' is not supported by rollout-torch; supported: qwen3" in ended.err
+        assert "model family 'glm4_moe' is not supported by rollout-torch; supported: qwen3" in ended.err
