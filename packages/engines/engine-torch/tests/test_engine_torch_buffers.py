@@ -95,8 +95,8 @@ def test_ranks_read_keep_and_hand_on_buffers(mesh, tmp_path, make_groups, weight
     converted = []
     monkeypatch.setattr(_policy, "load_model", lambda *args, **more: converted.append(1) or load_model(*args, **more))
     if mesh.rank == 0:
-        write_model(tmp_path / "model", "Glm4Moe")
-        write_model(tmp_path / "other", "Glm4Moe", seed=1)
+        write_model(tmp_path / "model", "MiniMaxM2")
+        write_model(tmp_path / "other", "MiniMaxM2", seed=1)
     mesh.group("dp").barrier()
     engine = TorchTrainEngine.create(config(tmp_path / "model"), mesh)
     assert len(converted) == (1 if mesh.rank == 0 else 0)

@@ -194,7 +194,7 @@ def test_ranks_train_as_one_process_and_gather_bytes(mesh, folder, tmp_path, mak
     losses = [train(engine, make_groups, weighted_loss) for engine in (one, many)]
     np.testing.assert_allclose(losses[1], losses[0], atol=2 * EPSILON)
     assert gathered == {torch.uint8}
-    shared = tmp_path.parent / "shared"
+    shared = tmp_path.parent / "saved-in-nf4"
     many.save(shared)
     resumed = create(folder, mesh=mesh, **settings)
     resumed.load(shared)

@@ -40,7 +40,7 @@ def test_replicas_train_as_one_process_and_stay_alike(mesh, folder, tmp_path, ma
         for moment in many._optimizer.state_of(name).values():
             first, second = others.all_gather(moment.contiguous())
             assert torch.equal(first, second), name
-    shared = tmp_path.parent / "shared"
+    shared = tmp_path.parent / "saved-by-replicas"
     many.save(shared)
     whole = TorchTrainEngine.create(config(folder), mesh)  # one model over all ranks
     resumed = TorchTrainEngine.create(settings, mesh)

@@ -83,10 +83,10 @@ def divide_by_own_tokens(patch):
     """Divide the loss of each micro-batch by its own tokens: a mean of means."""
     real = LossCalls.of
 
-    def of(self, batch, logprobs, entropy):
+    def of(self, batch, logprobs, entropy, differing):
         tokens, sequences = self._totals
         self._totals = (len(logprobs) * -(-tokens // 20), sequences)
-        found = real(self, batch, logprobs, entropy)
+        found = real(self, batch, logprobs, entropy, differing)
         self._totals = (tokens, sequences)
         return found
 

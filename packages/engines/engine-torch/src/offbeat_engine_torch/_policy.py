@@ -55,6 +55,7 @@ from offbeat_training import (
     initial_adapters,
     lay_out,
     slices,
+    whole_box,
 )
 
 log = logging.getLogger(__name__)
@@ -343,7 +344,7 @@ def read_weights(folder: Path, pieces: Iterable[Piece], config: TrainEngineConfi
         if all(ranks.exchange(is_plain)):
             for name, piece in wanted.items():
                 if piece.packed:
-                    piece.fill(reader.read(name, ()))
+                    piece.fill(reader.read(name, whole_box(piece.shape)))
                 else:
                     piece.local.copy_(reader.read(name, piece.box))
             return
