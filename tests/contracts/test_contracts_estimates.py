@@ -8,10 +8,8 @@ from offbeat_core import ModelError
 from offbeat_placement import ModelShape
 
 WITHOUT_ESTIMATE = {
-    # Each layer attends to compressed keys and values.
-    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"),
     # Attention sinks.
-    *("gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"),
+    *("granite_swa", "granitemoe_swa", "mimo_v2_flash"),
     # A feed-forward part without gates, or norms with biases.
     *("apertus", "arcee", "biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "opt", "persimmon"),
     *("phi", "phimoe", "starcoder2", "whisper"),

@@ -93,6 +93,16 @@ GEMMA4_TOWER |= {"num_key_value_heads": 2, "head_dim": 8, "patch_size": 4, "posi
 SIGLIP = {"hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIGLIP |= {"image_size": 16, "patch_size": 4, "vision_use_head": False}
 
+LATENT = {**TEXT, **NO_TOKENS, "num_key_value_heads": 6, "num_hidden_layers": 3}
+LATENT |= {"q_lora_rank": 20, "kv_lora_rank": 14, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 16}
+PLAIN_QUERIES = {"q_lora_rank": None, "v_head_dim": 12}
+LATENT_SHARING = {**SHARING, **LATENT}
+LATENT_IN_LAST = {key: value for key, value in LATENT_SHARING.items() if key != "first_k_dense_replace"}
+LONGCAT = {key: value for key, value in LATENT.items() if key not in {"intermediate_size", "num_hidden_layers"}}
+LONGCAT |= {"num_layers": 3, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 24, "n_routed_experts": 5}
+LONGCAT |= {"moe_topk": 2, "zero_expert_num": 3, "head_dim": 8}
+GPT_OSS = {**QWEN3, "num_local_experts": 5, "num_experts_per_tok": 2}
+
 
 def with_tower(text, vision, **more):
     return {"text_config": text, "vision_config": vision, "tie_word_embeddings": text["tie_word_embeddings"], **more}
@@ -124,6 +134,11 @@ MODELS = {
     "qwen3_next, every second": {**SPARSE_RULE, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 3},
     "olmo_hybrid": RULE,
     "cwm": {**TEXT, "head_dim": 8},
+    "axk1": LATENT_SHARING,
+    "deepseek_v2": LATENT_SHARING,
+    "deepseek_v2, biased": {**LATENT_SHARING, **PLAIN_QUERIES, "attention_bias": True, "mlp_bias": True},
+    "deepseek_v3": LATENT_SHARING,
+    "deepseek_v3, plain queries": {**LATENT_SHARING, **PLAIN_QUERIES},
     "dots1": SHARING,
     "ernie4_5": {**TEXT, "head_dim": 8},
     "ernie4_5, biased": {**TEXT, "head_dim": 8, "use_bias": True},
@@ -146,13 +161,20 @@ MODELS = {
     "glm4": GLM,
     "glm4_moe": {**SHARING, "use_qk_norm": True, "head_dim": 16},
     "glm4_moe, biased": {**SHARING, "use_qk_norm": False, "attention_bias": True, "head_dim": 16},
+    "glm4_moe_lite": LATENT_IN_LAST,
+    "gpt_oss": GPT_OSS,
+    "gpt_oss, unbiased": {**GPT_OSS, "attention_bias": False},
     "granite": TEXT,
     "granite, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
     "helium": {**TEXT, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": QWEN3,
     "hunyuan_v1_dense, biased": {**QWEN3, "attention_bias": True},
     "hy_v3": {**OTHERWISE_SHARING, "head_dim": 16},
+    "longcat_flash": LONGCAT,
+    "longcat_flash, biased": {**LONGCAT, "attention_bias": True, "router_bias": True, "v_head_dim": 12},
     "mellum": {**MOE_ALONE, "num_local_experts": 5},
+    "minicpm3": LATENT,
+    "minicpm3, biased": {**LATENT, **PLAIN_QUERIES, "attention_bias": True, "mlp_bias": True},
     "minimax_m2": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
     "ministral": QWEN3,
     "ministral3": QWEN3,
@@ -168,6 +190,8 @@ MODELS = {
     "smollm3": {**TEXT, **NO_TOKENS},
     "smollm3, biased": {**TEXT, **NO_TOKENS, "attention_bias": True, "mlp_bias": True},
     "solar_open": SHARING_IN_ALL,
+    "youtu": LATENT,
+    "youtu, plain queries": {**LATENT, **PLAIN_QUERIES, "tie_word_embeddings": True},
     # The defaults of these are sizes of published models.
     "qwen3_5_text, 9B": {},
     "qwen3_5, 9B": {},
@@ -175,6 +199,11 @@ MODELS = {
     "qwen3_5_moe, 35B-A3B": {},
     "qwen3_next, 80B-A3B": {},
     "olmo_hybrid, 7B": {},
+    "deepseek_v3, 671B": {},
+    "glm4_moe_lite, 30B-A3B": {},
+    "gpt_oss, 120B": {},
+    "longcat_flash, 560B": {},
+    "minicpm3, 4B": {},
 }
 
 

@@ -14,6 +14,7 @@ OF_BLOCKS = [
     *("llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
     *("dots1", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "mellum", "minimax_m2", "mixtral", "olmoe"),
     *("qwen2_moe", "solar_open"),
+    *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "gpt_oss"),
 ]
 """Models of text whose last two blocks are alike."""
 
@@ -51,7 +52,8 @@ def count_kept(model, num_layers):
         return saved
 
     if not getattr(model.config, "hidden_size_per_layer_input", 0):  # by the number Gemma 4 cuts embeddings for layers
-        model.model.config.num_hidden_layers = num_layers
+        attentions = 2 if model.config.model_type == "longcat_flash" else 1  # of a block: this is their number
+        model.model.config.num_hidden_layers = num_layers * attentions
     with torch.autograd.graph.saved_tensors_hooks(save, lambda saved: saved.tensor):
         output = model.model(input_ids=ids, use_cache=False).last_hidden_state
     assert output.requires_grad

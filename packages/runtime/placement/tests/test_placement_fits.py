@@ -50,6 +50,19 @@ MODELS: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "intermediate_size": 6144,
     },
+    "gpt-oss-20b": {
+        "model_type": "gpt_oss",
+        "vocab_size": 201_088,
+        "hidden_size": 2880,
+        "num_hidden_layers": 24,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "intermediate_size": 2880,
+        "num_local_experts": 32,
+        "num_experts_per_tok": 4,
+        "attention_bias": True,
+    },
     "Qwen3.5-9B": AutoConfig.for_model("qwen3_5_text").to_dict(),  # transformers' defaults are these models' sizes
     "Qwen3.5-35B-A3B": AutoConfig.for_model("qwen3_5_moe_text").to_dict(),
 }
@@ -58,6 +71,7 @@ BILLIONS = {
     "Qwen3-8B": 8.19,
     "Qwen3-32B": 32.76,
     "Qwen3-30B-A3B": 30.53,
+    "gpt-oss-20b": 20.91,
     "Qwen3.5-9B": 8.95,
     "Qwen3.5-35B-A3B": 34.66,
 }
@@ -82,7 +96,7 @@ WHAT["QLoRA, offloaded"] = Trained(lora_rank=16, frozen_bytes=0.516, offloads=Tr
 
 
 def bytes_of_rank(
-    shape: ModelShape, trained: Trained, *, tokens: int, recomputes: bool, num_ranks: int = 1, cp: int = 1
+    shape: ModelShape, trained: Trained, *, tokens: int, recomputes: bool, num_ranks: int = 1, cp: int = 1, ep: int = 1
 ) -> int:
     """Bytes of one rank of the torch engine, in bfloat16, whose micro-batch is one sequence."""
     engine = TrainEngineSettings(
@@ -94,6 +108,7 @@ def bytes_of_rank(
     layout = TrainLayout(
         dp=num_ranks // cp,
         cp=cp,
+        ep=ep,
         zero_stage=3,
         vocabulary_bytes=2,
         frozen_weight_bytes=trained.frozen_bytes if trained.lora_rank else 0,
@@ -105,21 +120,22 @@ def bytes_of_rank(
     return train_memory(engine, layout, shape, on_cpu=False).estimate(shape).num_bytes
 
 
-def ways(num_ranks: int) -> Iterator[tuple[str, bool, int]]:
-    """Yield ways to train, the simplest first: what is said of one, whether it recomputes, and ranks of cp."""
-    yield "yes", False, 1
-    yield "c", True, 1
-    for cp in (2, 4, 8, 16, 32):
-        if cp <= num_ranks:
-            yield f"c, cp {cp}", True, cp
+def ways(num_ranks: int, *, has_experts: bool) -> Iterator[tuple[str, bool, int, int]]:
+    """Yield ways to train, the simplest first: what is said of one, whether it recomputes, and ranks of cp and ep."""
+    yield "yes", False, 1, 1
+    for ep in (1, 8) if has_experts and num_ranks >= 8 else (1,):
+        for cp in (1, 2, 4, 8, 16, 32):
+            if cp <= num_ranks:
+                yield "c" + f", cp {cp}" * (cp > 1) + f", ep {ep}" * (ep > 1), True, cp, ep
 
 
 def fits(shape: ModelShape, trained: Trained, *, tokens: int, num_devices: int) -> str:
     """Return how a model trains on so many devices, or on the next power of two on which it does."""
     num_ranks = num_devices
     while num_ranks <= MOST_DEVICES:
-        for said, recomputes, cp in ways(num_ranks):
-            needed = bytes_of_rank(shape, trained, tokens=tokens, recomputes=recomputes, num_ranks=num_ranks, cp=cp)
+        for said, recomputes, cp, ep in ways(num_ranks, has_experts=shape.expert_parameters > 0):
+            how = {"recomputes": recomputes, "num_ranks": num_ranks, "cp": cp, "ep": ep}
+            needed = bytes_of_rank(shape, trained, tokens=tokens, **how)
             if needed <= FILLED_SHARE * DEVICE_BYTES:
                 return said if num_ranks == num_devices else f"{num_ranks}: {said}"
         num_ranks *= 2

@@ -17,8 +17,8 @@ from offbeat_placement import (
     train_advice,
     train_memory,
 )
+from offbeat_placement._families import FAMILIES
 from offbeat_placement._memory import block_activations
-from offbeat_placement._model_shape import _FAMILIES
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -40,7 +40,7 @@ def test_parameters_are_those_of_the_real_model(name, tmp_path):
 
 
 def test_parameters_of_every_family_are_counted():
-    assert {name.partition(",")[0] for name in MODELS} == set(_FAMILIES)
+    assert {name.partition(",")[0] for name in MODELS} == set(FAMILIES)
 
 
 SMALL_HEADS = {"num_attention_heads": 28, "num_key_value_heads": 4}
@@ -328,6 +328,15 @@ def test_the_kv_cache_is_cut_by_heads_until_there_is_one_a_rank(tmp_path):
     assert sizes == [2 * 2 * 16 * 3 * 2, 2 * 16 * 3 * 2, 2 * 16 * 3 * 2]
     parts = RolloutMemory(max_running=5, max_model_len=7).estimate(shape).parts
     assert parts["KV cache"] == 5 * 7 * sizes[0]
+
+
+def test_compressed_keys_and_values_are_kept_whole_on_every_rank():
+    """14 numbers of both and 8 of the part of keys that knows its position, in each attention of three blocks."""
+    for name, num_attentions in {"deepseek_v3": 3, "longcat_flash": 6}.items():
+        sizes = [RolloutMemory(tensor_parallel=tp).kv_bytes_per_token(shape_of(name, None)) for tp in (1, 4)]
+        assert sizes == [(14 + 8) * num_attentions * 2] * 2
+    expanded = [RolloutMemory(tensor_parallel=tp).kv_bytes_per_token(shape_of("minicpm3", None)) for tp in (1, 2)]
+    assert expanded == [2 * 6 * 16 * 3 * 2, 2 * 3 * 16 * 3 * 2], "vLLM keeps those of the heads, values as wide as keys"
 
 
 def test_a_sample_has_keys_of_its_tokens_in_layers_with_attention_and_states_in_the_others():

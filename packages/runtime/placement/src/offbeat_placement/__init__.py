@@ -11,7 +11,7 @@ from offbeat_placement._memory import (
     train_advice,
     train_memory,
 )
-from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, ModelShape
+from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, LatentAttention, ModelShape
 from offbeat_placement._placement import Placement, ResourceRequest, SettingValue, fit_settings, plan_placement
 from offbeat_placement._plan import Block, PlacedDriver, PlacedRank, Plan, draw_plan, plan_blocks, process_of
 from offbeat_placement._resources import (
@@ -38,6 +38,7 @@ __all__ = [
     "ClassifierMemory",
     "ClusterView",
     "DeltaRule",
+    "LatentAttention",
     "MemoryEstimate",
     "ModelShape",
     "Node",

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from offbeat_core import TrainEngineSettings, TrainLayout, read_model_json
-from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, ModelShape
+from offbeat_placement._model_shape import NUMBER_BYTES, DeltaRule, LatentAttention, ModelShape
 
 _HEAD_BYTES: Final = 512 * 2**20
 """Logits of a chunk in the default engine, whose chunks have 16 tokens at least, on a device with its own memory."""
@@ -213,6 +213,8 @@ def block_activations(shape: ModelShape) -> int:
     output (twice: as made, and as the output projection reads it), and of gates what is gated, the gate and its
     activation. Tests count what torch keeps.
     """
+    if shape.latent:
+        return _around_attention(shape) + shape.attentions_per_block * _kept_by_latent(shape, shape.latent)
     attention = 3 * shape.query_width + 2 * shape.kv_width
     if shape.norms_heads:
         attention += 2 * (shape.query_width + shape.kv_width)
@@ -225,10 +227,21 @@ def _around_attention(shape: ModelShape) -> int:
     """Numbers that the norms and the feed-forward part of a block keep of one token.
 
     Each norm keeps its input, the scaled input and what the matrices after it read (3h); the feed-forward part keeps
-    gate, its activation, up, and their product.
+    gate, its activation, up, and their product, and of what is clamped that before and after it.
     """
     routed = 2 * shape.num_experts_per_token * shape.hidden
-    return 3 * shape.num_norms * shape.hidden + 4 * shape.mlp_width + routed
+    return 3 * shape.num_norms * shape.hidden + (7 if shape.clamps_gates else 4) * shape.mlp_width + routed
+
+
+def _kept_by_latent(shape: ModelShape, latent: LatentAttention) -> int:
+    """Numbers that one attention with compressed keys and values keeps of one token.
+
+    What is compressed is kept like the input of any norm, and with it the part of keys that all heads share; then
+    queries and keys, what values are cut from, and the output twice.
+    """
+    compressed = 3 * (latent.query_rank + latent.kv_rank) + latent.rope_dim
+    of_head = 2 * (latent.nope_dim + latent.rope_dim) + latent.nope_dim + 3 * latent.value_dim
+    return compressed + shape.num_kv_heads * of_head
 
 
 def _kept_by_rule(shape: ModelShape, rule: DeltaRule, compute_bytes: int, *, fused: bool) -> int:
@@ -307,10 +320,14 @@ class RolloutMemory:
     def kv_bytes_per_token(self, shape: ModelShape) -> float:
         """Keys and values of one token on one rank; with more ranks than heads each head is held several times.
 
-        Source: arXiv:2309.06180, section 3.
+        What is compressed belongs to all heads, so each rank holds all of it.
+        Source: arXiv:2309.06180, section 3; vllm 0.32.0, transformers_utils/model_arch_config_convertor.py.
         """
-        heads = max(1.0, shape.num_kv_heads / self.tensor_parallel)
-        return 2 * heads * shape.head_dim * shape.num_attention_layers / self.pipeline_parallel * self.kv_bytes
+        width = 2 * max(1.0, shape.num_kv_heads / self.tensor_parallel) * shape.head_dim
+        if shape.latent and shape.latent.is_kept:
+            width = shape.latent.kv_rank + shape.latent.rope_dim
+        num_attentions = shape.num_attention_layers * shape.attentions_per_block / self.pipeline_parallel
+        return width * num_attentions * self.kv_bytes
 
     def state_bytes_per_sample(self, shape: ModelShape) -> float:
         """Bytes on one rank, however long the sample is, of layers with the gated delta rule; 0 without such layers.

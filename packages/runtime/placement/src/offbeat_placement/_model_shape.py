@@ -10,105 +10,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from offbeat_core import ModelError
+from offbeat_placement._families import FAMILIES, Family
 from offbeat_placement._vision_tower import count_vision
-
-
-@dataclass(frozen=True)
-class _Family:
-    """Facts of a family that its config.json does not give.
-
-    Args:
-        biased_qkv: projections to queries, keys and values have biases.
-        biased_out: `attention_bias` gives the output projection a bias too.
-        normed: norms of queries and keys: of each head, or of all heads together ("width"); "" for none.
-        num_norms: of a block, each of the hidden size.
-        head_dim: d where the config gives none; None: an equal part of the hidden size.
-        fused_qkv: queries, keys and values come from one linear layer.
-        fused_mlp: gate and up come from one linear layer.
-        gates_attention: the projection to queries makes as many gates, which multiply the output of attention.
-        shares_expert: beside experts there are some that every token passes: "gated", one times a gate of its own, or
-            "plain", or "beside", as wide as a feed-forward part without experts, with norms of its own; "" for none.
-        wide_experts: an expert is as wide as a feed-forward part without experts.
-        is_tied: embedding and head are one matrix where the config does not say.
-        differ: layers with a window and those without have heads of their own, and some read keys and values of others.
-        rule_inputs: linear layers that read the residual stream in a layer with the gated delta rule; 0: the family has
-            no such layers.
-    """
-
-    biased_qkv: bool = False
-    biased_out: bool = True
-    normed: str = ""
-    num_norms: int = 2
-    head_dim: int | None = None
-    fused_qkv: bool = False
-    fused_mlp: bool = False
-    gates_attention: bool = False
-    shares_expert: str = ""
-    wide_experts: bool = False
-    is_tied: bool = False
-    differ: bool = False
-    rule_inputs: int = 0
-
-
-_PLAIN: Final = _Family()
-_QWEN2: Final = _Family(biased_qkv=True)
-_QWEN3: Final = _Family(normed="head", head_dim=128)
-_QWEN3_5: Final = _Family(normed="head", head_dim=256, gates_attention=True, shares_expert="gated", rule_inputs=4)
-_NORMED: Final = _Family(normed="head")
-_OLMO2: Final = _Family(normed="width")
-_OLMOE: Final = _Family(normed="width", wide_experts=True)
-_NORMED_SHARING: Final = _Family(normed="head", shares_expert="plain")
-_GEMMA3: Final = _Family(normed="head", num_norms=4, head_dim=256, is_tied=True)
-_GEMMA4: Final = _Family(normed="head", num_norms=4, head_dim=256, is_tied=True, shares_expert="beside", differ=True)
-_FAMILIES: Final = {
-    "cwm": _PLAIN,
-    "dots1": _NORMED_SHARING,
-    "ernie4_5": _Family(is_tied=True),
-    "exaone4": _NORMED,
-    "exaone_moe": _NORMED_SHARING,
-    "flex_olmo": _OLMOE,
-    "gemma": _Family(head_dim=256, is_tied=True),
-    "gemma3": _GEMMA3,
-    "gemma3_text": _GEMMA3,
-    "gemma4": _GEMMA4,
-    "gemma4_text": _GEMMA4,
-    "gemma4_unified_text": _GEMMA4,
-    "glm": _Family(biased_out=False, head_dim=128, fused_mlp=True),
-    "glm4": _Family(biased_out=False, num_norms=4, head_dim=128, fused_mlp=True),
-    "glm4_moe": _Family(biased_out=False, normed="head", head_dim=128, shares_expert="plain"),
-    "granite": _PLAIN,
-    "helium": _Family(biased_out=False, head_dim=128),
-    "hunyuan_v1_dense": _NORMED,
-    "hy_v3": _NORMED_SHARING,
-    "llama": _PLAIN,
-    "mellum": _NORMED,
-    "minimax_m2": _OLMOE,
-    "ministral": _PLAIN,
-    "ministral3": _PLAIN,
-    "mistral": _PLAIN,
-    "mixtral": _Family(wide_experts=True),
-    "olmo2": _OLMO2,
-    "olmo3": _OLMO2,
-    "olmo_hybrid": _Family(normed="width", rule_inputs=6),
-    "olmoe": _OLMOE,
-    "phi3": _Family(fused_qkv=True, fused_mlp=True),
-    "qwen2": _QWEN2,
-    "qwen2_moe": _Family(biased_qkv=True, shares_expert="gated"),
-    "qwen2_vl": _QWEN2,
-    "qwen2_5_vl": _QWEN2,
-    "qwen3": _QWEN3,
-    "qwen3_5": _QWEN3_5,
-    "qwen3_5_moe": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5,
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_moe": _QWEN3,
-    "qwen3_next": _Family(normed="head", head_dim=256, gates_attention=True, shares_expert="gated", rule_inputs=2),
-    "qwen3_vl": _QWEN3,
-    "qwen3_vl_moe": _QWEN3,
-    "seed_oss": _Family(biased_out=False),
-    "smollm3": _Family(is_tied=True),
-    "solar_open": _Family(biased_out=False, shares_expert="plain"),
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +51,27 @@ class DeltaRule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LatentAttention:
+    """Sizes of attention whose keys and values are made from compressed ones. Source: arXiv:2405.04434, section 2.1.
+
+    Args:
+        query_rank: width of compressed queries; 0: queries are not compressed.
+        kv_rank: width of what keys and values of all heads are made from.
+        rope_dim: the part of a query or key that knows its position; all heads share that of keys.
+        nope_dim: the other part.
+        value_dim: width of a head of values.
+        is_kept: engines keep what is compressed, and the shared part of keys, in place of keys and values.
+    """
+
+    query_rank: int
+    kv_rank: int
+    rope_dim: int
+    nope_dim: int
+    value_dim: int
+    is_kept: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelShape:
     """Sizes that memory depends on.
 
@@ -174,6 +98,9 @@ class ModelShape:
         gates_attention: each number of the output of attention is multiplied by a gate.
         rule: sizes of the layers with the gated delta rule; None for a model of attention alone.
         num_rule_layers: how many of the blocks have the rule in place of attention.
+        latent: sizes of attention with compressed keys and values; None: they are not compressed.
+        attentions_per_block: in blocks with attention, each with keys and values of its own.
+        clamps_gates: gates of experts, and what they multiply, are clamped.
     """
 
     family: str
@@ -198,6 +125,9 @@ class ModelShape:
     gates_attention: bool = False
     rule: DeltaRule | None = None
     num_rule_layers: int = 0
+    latent: LatentAttention | None = None
+    attentions_per_block: int = 1
+    clamps_gates: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -220,9 +150,9 @@ class ModelShape:
             ModelError: a family whose formulas are not known here, or a size that is missing.
         """
         family = str(config.get("model_type", ""))
-        if family not in _FAMILIES:
+        if family not in FAMILIES:
             raise ModelError(
-                f"memory of model_type {family!r} is not known: known families are {', '.join(sorted(_FAMILIES))}"
+                f"memory of model_type {family!r} is not known: known families are {', '.join(sorted(FAMILIES))}"
             )
         try:
             return _read(cls, family, config)
@@ -242,6 +172,13 @@ _RULE_SIZES: Final = {
     "window": "linear_conv_kernel_dim",
 }
 _SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
+_OTHER_NAMES: Final = {
+    "num_hidden_layers": "num_layers",
+    "intermediate_size": "ffn_hidden_size",
+    "moe_intermediate_size": "expert_ffn_hidden_size",
+    "num_experts_per_tok": "moe_topk",
+}
+"""Keys of LongCat-Flash for what other families call so."""
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FULL_ATTENTION_INTERVAL: Final = 4
 """One block of so many has attention where the config names no types of layers: the default of these families."""
@@ -257,6 +194,9 @@ class _Count:
     def __add__(self, other: "_Count") -> "_Count":
         return _Count(self.parameters + other.parameters, self.width + other.width)
 
+    def __mul__(self, times: int) -> "_Count":
+        return _Count(self.parameters * times, self.width * times)
+
 
 def _linear(num_in: int, num_out: int, *, biased: bool = False) -> _Count:
     return _linears(num_in, [num_out], biased=biased)
@@ -269,11 +209,16 @@ def _linears(num_in: int, outputs: Sequence[int], *, biased: bool = False, num_l
 
 
 def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> ModelShape:
-    traits, text = _FAMILIES[family], config.get("text_config") or config
+    traits, text = FAMILIES[family], config.get("text_config") or config
+    if traits.num_parts == 2:
+        text = {**text, **{usual: text[key] for usual, key in _OTHER_NAMES.items()}}
     for key in (*_SIZES, *_RULE_SIZES.values()):
         if key in text and not (type(text[key]) is int and 0 < text[key] <= _MOST_OF[key]):
             raise ModelError(f"{key} must be a whole number from 1 to {_MOST_OF[key]}, got {text[key]!r:.40}")
     hidden, num_layers, num_heads = text["hidden_size"], text["num_hidden_layers"], text["num_attention_heads"]
+    latent = _read_latent(text, traits) if traits.latent else None
+    if latent:
+        text = {**text, "head_dim": latent.nope_dim + latent.rope_dim, "num_key_value_heads": num_heads}
     layers = [_of_layer(text, layer) if traits.differ else text for layer in range(num_layers)]
     head_dims = [each.get("head_dim") or traits.head_dim or hidden // num_heads for each in layers]
     kv_heads = [each.get("num_key_value_heads") or num_heads for each in layers]
@@ -283,6 +228,8 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
     mixers = [
         _count_rule(rule, traits, hidden)
         if rule and layer in rule_layers
+        else _count_latent(text, latent) * traits.num_parts
+        if latent
         else _count_attention(layers[layer], traits, num_heads, kv_heads[layer], head_dims[layer])
         for layer in range(num_layers)
     ]
@@ -314,10 +261,13 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         mlp_width=max(_mlp_width(each, traits, layer) for layer, each in enumerate(layers)),
         num_experts_per_token=layers[0].get("num_experts_per_tok", 0) if _num_experts(text) else 0,
         norms_heads=bool(_normed(text, traits)),
-        num_norms=_num_norms(text, traits),
+        num_norms=_num_norms(text, traits) + traits.norms_experts,
         gates_attention=traits.gates_attention,
         rule=rule,
         num_rule_layers=len(rule_layers),
+        latent=latent,
+        attentions_per_block=traits.num_parts,
+        clamps_gates=traits.biased_experts,
     )
 
 
@@ -343,23 +293,23 @@ def _of_layer(text: Mapping[str, Any], layer: int) -> dict[str, Any]:
     return made
 
 
-def _width_of_layer_inputs(text: Mapping[str, Any], traits: _Family) -> int:
+def _width_of_layer_inputs(text: Mapping[str, Any], traits: Family) -> int:
     return int(text.get("hidden_size_per_layer_input", 256)) if traits.differ else 0
 
 
-def _num_norms(text: Mapping[str, Any], traits: _Family) -> int:
+def _num_norms(text: Mapping[str, Any], traits: Family) -> int:
     """Norms of a block: one more of its own embeddings, and three more around experts beside a feed-forward part."""
     beside = traits.shares_expert == "beside" and _num_experts(text) > 0
     return int(traits.num_norms + (_width_of_layer_inputs(text, traits) > 0) + 3 * beside)
 
 
-def _count_layer_inputs(text: Mapping[str, Any], traits: _Family) -> _Count:
+def _count_layer_inputs(text: Mapping[str, Any], traits: Family) -> _Count:
     """Gate, projection and norm of a block's own embedding of each token."""
     hidden, width = text["hidden_size"], _width_of_layer_inputs(text, traits)
     return _linear(hidden, width) + _linear(width, hidden) + _Count(hidden) if width else _Count()
 
 
-def _layer_embeddings(text: Mapping[str, Any], traits: _Family) -> int:
+def _layer_embeddings(text: Mapping[str, Any], traits: Family) -> int:
     """Embeddings of tokens for all blocks, with projection and norm."""
     width = _width_of_layer_inputs(text, traits)
     rows = int(text.get("vocab_size_per_layer_input", 262144)) + text["hidden_size"]
@@ -384,7 +334,7 @@ def _read_rule(text: Mapping[str, Any]) -> DeltaRule:
     )
 
 
-def _count_rule(rule: DeltaRule, traits: _Family, hidden: int) -> _Count:
+def _count_rule(rule: DeltaRule, traits: Family, hidden: int) -> _Count:
     """Projections, convolution, decay and step of each head, and the norm of the output."""
     outputs = [rule.num_channels, rule.value_width, rule.num_value_heads, rule.num_value_heads]
     inner = rule.num_channels * rule.window + 2 * rule.num_value_heads + rule.value_dim
@@ -392,12 +342,34 @@ def _count_rule(rule: DeltaRule, traits: _Family, hidden: int) -> _Count:
     return into + _Count(inner) + _linear(rule.value_width, hidden)
 
 
-def _normed(text: Mapping[str, Any], traits: _Family) -> str:
+def _read_latent(text: Mapping[str, Any], traits: Family) -> LatentAttention:
+    return LatentAttention(
+        query_rank=text.get("q_lora_rank") or 0,
+        kv_rank=text["kv_lora_rank"],
+        rope_dim=text["qk_rope_head_dim"],
+        nope_dim=text["qk_nope_head_dim"],
+        value_dim=text.get("v_head_dim") or text["hidden_size"] // text["num_attention_heads"],
+        is_kept=traits.latent == "kept",
+    )
+
+
+def _count_latent(text: Mapping[str, Any], latent: LatentAttention) -> _Count:
+    """Projections to what is compressed and from it, with a norm between them, and to the output."""
+    hidden, num_heads = text["hidden_size"], text["num_attention_heads"]
+    biased, rank = _is_biased(text, "attention_bias"), latent.query_rank
+    count = _linear(hidden, rank, biased=biased) + _Count(rank) if rank else _Count()
+    count += _linear(rank or hidden, num_heads * (latent.nope_dim + latent.rope_dim))
+    count += _linear(hidden, latent.kv_rank + latent.rope_dim, biased=biased) + _Count(latent.kv_rank)
+    count += _linear(latent.kv_rank, num_heads * (latent.nope_dim + latent.value_dim))
+    return count + _linear(num_heads * latent.value_dim, hidden, biased=biased)
+
+
+def _normed(text: Mapping[str, Any], traits: Family) -> str:
     return traits.normed if text.get("use_qk_norm", True) else ""
 
 
 def _count_attention(
-    text: Mapping[str, Any], traits: _Family, num_heads: int, num_kv_heads: int, head_dim: int
+    text: Mapping[str, Any], traits: Family, num_heads: int, num_kv_heads: int, head_dim: int
 ) -> _Count:
     """Four projections, and the norms of queries and keys."""
     hidden, query_width, kv_width = text["hidden_size"], num_heads * head_dim, num_kv_heads * head_dim
@@ -408,7 +380,8 @@ def _count_attention(
     outputs = [query_width * (2 if traits.gates_attention else 1), *[kv_width] * num_kv]
     norms = {"": 0, "head": (2 if num_kv else 1) * head_dim, "width": query_width + kv_width}[_normed(text, traits)]
     into = _linears(hidden, outputs, biased=biased_qkv, num_layers=1 if traits.fused_qkv else 0)
-    return into + _Count(norms) + _linear(query_width, hidden, biased=biased_out)
+    sinks = num_heads if traits.has_sinks else 0
+    return into + _Count(norms + sinks) + _linear(query_width, hidden, biased=biased_out)
 
 
 def _is_biased(text: Mapping[str, Any], key: str) -> bool:
@@ -430,34 +403,41 @@ def _is_sparse(text: Mapping[str, Any], layer: int) -> bool:
     )
 
 
-def _expert_width(text: Mapping[str, Any], traits: _Family) -> int:
+def _expert_width(text: Mapping[str, Any], traits: Family) -> int:
     return int(text["intermediate_size" if traits.wide_experts else "moe_intermediate_size"])
 
 
-def _shared_width(text: Mapping[str, Any], traits: _Family) -> int:
+def _shared_width(text: Mapping[str, Any], traits: Family) -> int:
     """Inner width of the experts that every token passes."""
     if traits.shares_expert == "gated":
         return int(text["shared_expert_intermediate_size"])
-    if traits.shares_expert == "beside":
+    if traits.shares_expert == "beside" or traits.num_parts == 2:
         return int(text["intermediate_size"])
     count = text.get("n_shared_experts") or text.get("num_shared_experts") or 0
     return count * _expert_width(text, traits) if traits.shares_expert else 0
 
 
-def _count_experts(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
+def _count_experts(text: Mapping[str, Any], traits: Family, layer: int) -> _Count:
     """Experts of a block to which tokens are routed."""
     if not _is_sparse(text, layer):
         return _Count()
-    return _Count(_num_experts(text) * 3 * text["hidden_size"] * _expert_width(text, traits))
+    number, hidden, width = _num_experts(text), text["hidden_size"], _expert_width(text, traits)
+    biases = number * (2 * width + hidden) if traits.biased_experts else 0
+    return _Count((3 * number + 2 * _num_idle(text)) * hidden * width + biases)
 
 
-def _count_mlp(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
+def _num_idle(text: Mapping[str, Any]) -> int:
+    """Experts that return what they are given: LongCat-Flash's, which have weights of gates that are not used."""
+    return int(text.get("zero_expert_num") or 0)
+
+
+def _count_mlp(text: Mapping[str, Any], traits: Family, layer: int) -> _Count:
     """Feed-forward part of a block."""
     hidden, biased, num_layers = text["hidden_size"], _is_biased(text, "mlp_bias"), 1 if traits.fused_mlp else 2
     sparse = _is_sparse(text, layer)
     count = _Count()
     if sparse:
-        routes = _num_experts(text)
+        routes = _num_experts(text) + _num_idle(text)
         count += _count_experts(text, traits, layer) + _Count(routes * hidden)  # each has a row of a router
         if (
             traits.shares_expert == "beside"
@@ -465,15 +445,18 @@ def _count_mlp(text: Mapping[str, Any], traits: _Family, layer: int) -> _Count:
             count += _Count(4 * hidden + routes, hidden + routes)
         if traits.shares_expert == "gated":
             count += _linear(hidden, 1)
+        if traits.num_parts == 2:  # the router is a linear layer
+            count += _Count(routes * bool(text.get("router_bias")), hidden + routes)
+        count += _Count(routes * traits.biased_experts + hidden * traits.norms_experts)
     if inner := _shared_width(text, traits) if sparse else text["intermediate_size"]:
-        count += _linears(hidden, [inner, inner], biased=biased, num_layers=num_layers)
-        count += _linear(inner, hidden, biased=biased)
+        into = _linears(hidden, [inner, inner], biased=biased, num_layers=num_layers)
+        count += (into + _linear(inner, hidden, biased=biased)) * traits.num_parts
     return count
 
 
-def _mlp_width(text: Mapping[str, Any], traits: _Family, layer: int) -> int:
+def _mlp_width(text: Mapping[str, Any], traits: Family, layer: int) -> int:
     """Inner width of the feed-forward part of a block that one token passes."""
     if not _is_sparse(text, layer):
         return int(text["intermediate_size"])
     routed = _expert_width(text, traits) * int(text["num_experts_per_tok"])
-    return routed + _shared_width(text, traits)
+    return routed + _shared_width(text, traits) * traits.num_parts
