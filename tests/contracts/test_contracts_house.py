@@ -20,8 +20,8 @@ SOURCES = [
     if "tests" not in path.relative_to(ROOT).parts
 ]
 SHIPPED = [path for path in SOURCES if "src" in path.parts]
-MAX_LINES = 122_678
-MAX_FILES = 687
+MAX_LINES = 122_822
+MAX_FILES = 688
 # Words with which the first line of a docstring does not begin: it says what is done, or what something is.
 FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
 # Words that stand in no name, docstring, comment or message: say which process, rank or user it is.
@@ -52,7 +52,7 @@ FOR_USERS = {
     "returned or raised": {
         *("Analysis", "Unreadable", "LivenessError", "Monitor", "Party", "Suggestion", "PushError", "CommandEnded"),
         *("Renaming", "SupportedVersion", "DecodeCurve", "DecodeTime", "RunMeasures", "Scenario", "SimulationReport"),
-        *("Workload", "DiskStep", "TinyFamily"),
+        *("Workload", "DiskStep", "TinyFamily", "LatentAttention"),
     },
     "formulas for any trainer": {
         "gae_advantages",
