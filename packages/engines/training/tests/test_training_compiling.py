@@ -29,8 +29,12 @@ def counter(request, monkeypatch, tmp_path):
     adamw._compiled_update.cache_clear()
 
 
-@pytest.mark.parametrize("kept", [0, 40, 500], ids=["computed again", "some kept", "all kept"])
-def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_others(kept, counter, monkeypatch):
+@pytest.mark.parametrize(
+    ("kept", "cap"),
+    [(0, None), (40, None), (500, None), (40, 5.0)],
+    ids=["computed again", "some kept", "all kept", "capped"],
+)
+def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_others(kept, cap, counter, monkeypatch):
     monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", kept * 300 * 2)
     monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 30 * 300 * 4)
 
@@ -38,7 +42,8 @@ def test_fused_logits_give_the_log_probabilities_entropies_and_gradients_of_the_
         draw = torch.Generator().manual_seed(num_tokens)
         leaves = [torch.randn(n, 64, generator=draw).requires_grad_() for n in (num_tokens, 300)]
         target = torch.randint(300, (num_tokens,), generator=draw)
-        found = token_logprobs(*leaves, None, target, scale=0.7, gradient_dtype=torch.bfloat16, fused=fused)
+        more = {"scale": 0.7, "cap": cap, "gradient_dtype": torch.bfloat16}
+        found = token_logprobs(*leaves, None, target, fused=fused, **more)
         weight = torch.randn(num_tokens, generator=draw)
         return torch.stack(found), torch.autograd.grad((found[0] * weight).sum(), leaves)
 

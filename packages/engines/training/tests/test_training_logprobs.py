@@ -13,8 +13,9 @@ from offbeat_training import VocabularyPart, _logprobs, logprobs_of_logits, toke
 @pytest.mark.parametrize("num_tokens", [1, 16, 40], ids=["one token", "one chunk", "three chunks"])
 @pytest.mark.parametrize("matmul_dtype", [torch.float64, None], ids=["rounded", "as they are"])
 @pytest.mark.parametrize("kept", [0, 20, 100], ids=["computed again", "some kept", "all kept"])
+@pytest.mark.parametrize("cap", [None, 1.5], ids=["uncapped", "capped"])
 def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(
-    num_tokens, entropy_gradient, matmul_dtype, kept, monkeypatch
+    num_tokens, entropy_gradient, matmul_dtype, kept, cap, monkeypatch
 ):
     """In float64, gradients included."""
     monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 1)
@@ -25,11 +26,12 @@ def test_log_probabilities_and_entropies_are_those_of_a_plain_softmax(
     weight = torch.randn(11, 6, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(11, dtype=torch.float64, requires_grad=True)
     target, factor = torch.randint(11, (num_tokens,)), torch.randn(2, num_tokens, dtype=torch.float64)
-    logp = torch.log_softmax(0.5 * (hidden @ weight.T + bias), -1)
+    logits = hidden @ weight.T + bias
+    logp = torch.log_softmax(0.5 * (logits if cap is None else cap * torch.tanh(logits / cap)), -1)
     wanted = logp.gather(1, target[:, None])[:, 0], -(logp.exp() * logp).sum(1)
     loss = (wanted[0] * factor[0]).sum() + ((wanted[1] * factor[1]).sum() if entropy_gradient else 0.0)
     gradients = torch.autograd.grad(loss, (hidden, weight, bias))
-    options = {"scale": 0.5, "matmul_dtype": matmul_dtype, "entropy_gradient": entropy_gradient}
+    options = {"scale": 0.5, "cap": cap, "matmul_dtype": matmul_dtype, "entropy_gradient": entropy_gradient}
     found = token_logprobs(hidden, weight, bias, target, **options)
     torch.testing.assert_close(torch.stack(found), torch.stack(wanted))
     ((found[0] * factor[0]).sum() + (found[1] * factor[1]).sum()).backward()
@@ -101,14 +103,15 @@ def test_log_probabilities_of_logits_at_hand_are_those_of_a_plain_softmax():
 @pytest.mark.parametrize("entropy_gradient", [True, False])
 @pytest.mark.parametrize("kept", [0, 16, 100], ids=["computed again", "some kept", "all kept"])
 @pytest.mark.parametrize("adds_gradient", [True, False], ids=["added up", "left to the caller"])
-def test_ranks_that_share_the_vocabulary_find_what_one_finds(entropy_gradient, kept, adds_gradient, monkeypatch):
+@pytest.mark.parametrize("cap", [None, 1.5], ids=["uncapped", "capped"])
+def test_ranks_that_share_the_vocabulary_find_what_one_finds(entropy_gradient, kept, adds_gradient, cap, monkeypatch):
     """Two parts in one process: each adds up over both what the other has found in a pass before."""
     monkeypatch.setattr("offbeat_training._logprobs.CHUNK_BYTES", 1)
     monkeypatch.setattr("offbeat_training._logprobs.KEPT_BYTES", kept * 6 * 8)
     torch.manual_seed(0)
     hidden, weight = torch.randn(40, 8, dtype=torch.float64), torch.randn(12, 8, dtype=torch.float64)
     target, factor = torch.randint(12, (40,)), torch.randn(2, 40, dtype=torch.float64)
-    options = {"matmul_dtype": torch.float64, "entropy_gradient": entropy_gradient}
+    options = {"matmul_dtype": torch.float64, "entropy_gradient": entropy_gradient, "cap": cap}
 
     def differentiate(rows, part=None):
         leaves = [hidden.clone().requires_grad_(), weight[rows].clone().requires_grad_()]

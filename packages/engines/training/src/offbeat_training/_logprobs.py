@@ -61,6 +61,7 @@ def token_logprobs(
     target_N: Tensor,
     *,
     scale: float = 1.0,
+    cap: float | None = None,
     matmul_dtype: torch.dtype | None = torch.float32,
     gradient_dtype: torch.dtype | None = None,
     entropy_gradient: bool = False,
@@ -77,6 +78,7 @@ def token_logprobs(
         bias_V: the head's bias, or None.
         target_N: int64 in [0, V).
         scale: factor on the logits: 1 / temperature, times any scale of the model's own.
+        cap: the model's logits x are cap * tanh(x / cap), before the factor; None: as they are. Gemma's soft cap.
         matmul_dtype: format to which factors of matrix products are rounded, and their results too where products on
             the device give that format alone (CUDA's give float32); everything after them is float32 (float64 for
             float64). None for factors as they are, and products added up in float32: logits are not rounded.
@@ -96,7 +98,7 @@ def token_logprobs(
     most_bytes = KEPT_BYTES if hidden_NE.is_cpu else DEVICE_KEPT_BYTES
     kept_bytes = most_bytes if wants_gradient and not entropy_gradient else 0
     logprobs, entropy = _HeadLogprobs.apply(  # type: ignore[no-untyped-call]
-        hidden_NE, weight_VE, bias_V, target_N, scale, formats, part, kept_bytes, fused and part is None
+        hidden_NE, weight_VE, bias_V, target_N, scale, cap, formats, part, kept_bytes, fused and part is None
     )
     return logprobs, entropy if entropy_gradient else entropy.detach()
 
@@ -136,8 +138,8 @@ class _HeadLogprobs(torch.autograd.Function):
     """The head in chunks. Autocast does not reach inside: formats are chosen here.
 
     The gradient of a token's logits is `factor · apart_V`, where apart is its probabilities, less 1 at the target, and
-    factor is -grad · scale. The factor goes onto rows of E numbers, so that what the forward pass keeps of `apart`
-    enters the products of the backward pass as it is.
+    factor is -grad · scale. Of logits with a soft cap, apart is also times the slope of the cap. The factor goes onto
+    rows of E numbers, so that what the forward pass keeps of `apart` enters the products of the backward pass as it is.
     """
 
     @staticmethod
@@ -148,6 +150,7 @@ class _HeadLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         target: Tensor,
         scale: float,
+        cap: float | None,
         formats: _Formats,
         part: VocabularyPart | None,
         kept_bytes: int,
@@ -156,7 +159,7 @@ class _HeadLogprobs(torch.autograd.Function):
         chosen, lse, mean = (hidden.new_empty(len(hidden), dtype=formats.sums) for _ in range(3))
         column, here_N = _columns(target, len(weight), part)
         with _without_autocast(hidden):
-            head = _Head(weight, bias, scale, formats, fused=fused)
+            head = _Head(weight, bias, scale, formats, fused=fused, cap=cap)
             chunks = head.chunks(0, len(hidden))  # alike whatever is kept, and so are the bits of what is found
             most = kept_bytes // (formats.gradient.itemsize * len(weight))
             # Whole chunks: the backward pass computes again from where one begins.
@@ -168,13 +171,13 @@ class _HeadLogprobs(torch.autograd.Function):
                     found = None if here_N is None else here_N[block]
                     keep_BV = kept_KV[block] if block.stop <= num_kept else None
                     if fused:
-                        results = _reduce_fused(logits_BV, column[block], keep_BV)
+                        results = _reduce_fused(logits_BV, column[block], keep_BV, head.limit)
                     else:
-                        results = _reduce(logits_BV, column[block], found, part, keep_BV)
+                        results = _reduce(logits_BV, column[block], found, part, keep_BV, head.limit)
                     chosen[block], lse[block], mean[block] = results
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept_KV)
-        ctx.scale, ctx.formats, ctx.part, ctx.fused = scale, formats, part, fused
+        ctx.scale, ctx.cap, ctx.formats, ctx.part, ctx.fused = scale, cap, formats, part, fused
         ctx.set_materialize_grads(False)  # None tells the backward pass that the entropy has no gradient
         return chosen - lse, entropy
 
@@ -198,7 +201,7 @@ class _HeadLogprobs(torch.autograd.Function):
                 ctx.part.add(grad_hidden)  # each rank has it through its own rows
         grad_weight = None if grad_weight is None else grad_weight.to(weight.dtype)
         grad_bias = None if grad_bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, grad_weight, grad_bias, *(None,) * 6
+        return grad_hidden, grad_weight, grad_bias, *(None,) * 7
 
 
 def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[slice, Tensor, Tensor]]:
@@ -216,16 +219,18 @@ def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[
     if len(kept_KV):
         rows = slice(0, len(kept_KV))
         yield rows, kept_KV, factor[rows]
-    head = _Head(weight, bias, ctx.scale, ctx.formats, fused=ctx.fused)
+    head = _Head(weight, bias, ctx.scale, ctx.formats, fused=ctx.fused, cap=ctx.cap)
     cast = None
     for rows in head.chunks(len(kept_KV), len(hidden)):
         logits_CV = head.logits(hidden[rows])
         if ctx.fused and grad_entropy is None:
-            yield rows, _fused(_apart)(logits_CV, lse[rows].clone(), column[rows].clone(), kept_KV.dtype), factor[rows]
+            inputs = (logits_CV, lse[rows].clone(), column[rows].clone(), kept_KV.dtype, head.limit)
+            yield rows, _fused(_apart)(*inputs), factor[rows]
             continue
         if cast is None:
             cast = logits_CV if logits_CV.dtype == kept_KV.dtype else torch.empty_like(logits_CV, dtype=kept_KV.dtype)
         for block, logp_BV in _blocks(rows, logits_CV):
+            slope_BV = _slope(logp_BV, head.limit)
             logp_BV.sub_(lse[block, None])
             found = None if here_N is None else here_N[block]
             if grad_entropy is None:
@@ -233,16 +238,28 @@ def _apart_chunks(ctx: Any, grads: tuple[Tensor | None, ...]) -> Iterator[tuple[
             else:
                 piece = None if grad_logp is None else grad_logp[block]
                 apart_BV = _both_apart(logp_BV, column[block], found, entropy[block], piece, grad_entropy[block])
-            cast[block.start - rows.start : block.stop - rows.start].copy_(apart_BV)
+            cast[block.start - rows.start : block.stop - rows.start].copy_(_times(apart_BV, slope_BV))
         yield rows, cast[: len(logits_CV)], factor[rows]
 
 
 class _Head:
-    """Logits of one chunk of tokens after the other, in the same memory unless the chunks go to compiled code."""
+    """Logits of one chunk of tokens after the other, in the same memory unless the chunks go to compiled code.
+
+    Attributes:
+        limit: beyond which a soft cap lets no scaled logit go; None without one.
+    """
 
     def __init__(
-        self, weight_VE: Tensor, bias_V: Tensor | None, scale: float, formats: _Formats, *, fused: bool
+        self,
+        weight_VE: Tensor,
+        bias_V: Tensor | None,
+        scale: float,
+        formats: _Formats,
+        *,
+        fused: bool,
+        cap: float | None = None,
     ) -> None:
+        self.limit, self._cap = None if cap is None else scale * cap, cap
         factors = formats.matmul or weight_VE.dtype
         # A wider result of a product than its factors is known to CUDA alone.
         self._wider = factors != formats.sums and weight_VE.is_cuda
@@ -275,13 +292,30 @@ class _Head:
             logits_CV.copy_(hidden_CE.to(weight_EV.dtype) @ weight_EV)
         if self._bias_V is not None:
             logits_CV += self._bias_V
+        if self._cap is not None and self.limit is not None:
+            return logits_CV.div_(self._cap).tanh_().mul_(self.limit)
         return logits_CV if self._scale == 1.0 else logits_CV.mul_(self._scale)
 
 
+def _slope(logits_BV: Tensor, limit: float | None) -> Tensor | None:
+    """Return the slope of a soft cap at each of its values; None where there is no cap."""
+    return None if limit is None else 1 - (logits_BV / limit).square_()
+
+
+def _times(apart_BV: Tensor, slope_BV: Tensor | None) -> Tensor:
+    return apart_BV if slope_BV is None else apart_BV.mul_(slope_BV)
+
+
 def _reduce(
-    logits_BV: Tensor, column_B: Tensor, here_B: Tensor | None, part: VocabularyPart | None, keep_BV: Tensor | None
+    logits_BV: Tensor,
+    column_B: Tensor,
+    here_B: Tensor | None,
+    part: VocabularyPart | None,
+    keep_BV: Tensor | None,
+    limit: float | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[B] each: the target's logit, log-sum-exp and mean of all logits (overwritten); fills `keep_BV` with `apart`."""
+    slope_BV = None if keep_BV is None else _slope(logits_BV, limit)
     chosen_B = logits_BV.gather(1, column_B[:, None])[:, 0]
     top_B1 = logits_BV.amax(1, keepdim=True)
     if part is not None:
@@ -295,15 +329,17 @@ def _reduce(
         total_B, weighted_B, chosen_B = part.add(torch.stack([total_B, weighted_B, chosen_B * here_B]))
     if keep_BV is not None:
         odds_BV *= total_B.reciprocal()[:, None]
-        keep_BV.copy_(_less_at(odds_BV, column_B, here_B))
+        keep_BV.copy_(_times(_less_at(odds_BV, column_B, here_B), slope_BV))
     top_B = top_B1[:, 0]
     return chosen_B, total_B.log() + top_B, weighted_B / total_B + top_B
 
 
-def _reduce_fused(logits_BV: Tensor, column_B: Tensor, keep_BV: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+def _reduce_fused(
+    logits_BV: Tensor, column_B: Tensor, keep_BV: Tensor | None, limit: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return what `_reduce` does, by compiled code."""
     dtype = None if keep_BV is None else keep_BV.dtype
-    *results, apart_BV = _fused(_reduce_at_once)(logits_BV, column_B.clone(), dtype)
+    *results, apart_BV = _fused(_reduce_at_once)(logits_BV, column_B.clone(), dtype, limit)
     if keep_BV is not None:
         keep_BV.copy_(apart_BV)
     return tuple(results)
@@ -315,7 +351,7 @@ def _fused(function: Any) -> Any:
 
 
 def _reduce_at_once(
-    logits_BV: Tensor, column_B: Tensor, dtype: torch.dtype | None
+    logits_BV: Tensor, column_B: Tensor, dtype: torch.dtype | None, limit: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return what `_reduce` does, and `apart` in the format asked for, without writing to the logits."""
     top_B1 = logits_BV.amax(1, keepdim=True)
@@ -323,14 +359,15 @@ def _reduce_at_once(
     odds_BV = below_BV.exp()
     total_B, top_B = odds_BV.sum(1), top_B1[:, 0]
     lse_B, mean_B = total_B.log() + top_B, (odds_BV * below_BV).sum(1) / total_B + top_B
-    apart_BV = None if dtype is None else _apart(logits_BV, lse_B, column_B, dtype)
+    apart_BV = None if dtype is None else _apart(logits_BV, lse_B, column_B, dtype, limit)
     return logits_BV.gather(1, column_B[:, None])[:, 0], lse_B, mean_B, apart_BV
 
 
-def _apart(logits_BV: Tensor, lse_B: Tensor, column_B: Tensor, dtype: torch.dtype) -> Tensor:
-    """Probabilities, less 1 at the target."""
+def _apart(logits_BV: Tensor, lse_B: Tensor, column_B: Tensor, dtype: torch.dtype, limit: float | None) -> Tensor:
+    """Probabilities, less 1 at the target, times the slope of a soft cap."""
     is_target_BV = torch.arange(logits_BV.shape[1], device=logits_BV.device) == column_B[:, None]
-    return ((logits_BV - lse_B[:, None]).exp() - is_target_BV.to(logits_BV.dtype)).to(dtype)
+    apart_BV = (logits_BV - lse_B[:, None]).exp() - is_target_BV.to(logits_BV.dtype)
+    return _times(apart_BV, _slope(logits_BV, limit)).to(dtype)
 
 
 def _less_at(values_BV: Tensor, column_B: Tensor, here_B: Tensor | None, less_B: Tensor | None = None) -> Tensor:
