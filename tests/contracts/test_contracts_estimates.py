@@ -13,6 +13,8 @@ WITHOUT_ESTIMATE = {
     # A feed-forward part without gates, or norms with biases.
     *("apertus", "arcee", "biogpt", "ctrl", "gpt-sw3", "gpt2", "gpt_bigcode", "gpt_neox", "jais2", "opt", "persimmon"),
     *("phi", "phimoe", "starcoder2", "whisper"),
+    # They train since soft caps on logits are computed.
+    *("gemma3n_text", "nanochat"),
     # Gates, norms, embeddings or experts of their own.
     *("afmoe", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "dbrx", "diffllama"),
     *("ernie4_5_moe", "fuyu", "granitemoe", "granitemoeshared", "hrm_text"),

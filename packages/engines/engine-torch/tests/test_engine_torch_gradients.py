@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
-from transformers import AutoModelForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, Gemma3TextConfig, MistralConfig, MistralForCausalLM
 from varlen_on_cpu import documented
 
 from offbeat_core import TrainEngineConfig
@@ -125,6 +125,24 @@ def test_a_sliding_window_reaches_across_the_shared_prompt(tmp_path, make_groups
     sequences = make_groups()
     engine = double_engine(tmp_path)
     assert_same(engine_gradients(engine, sequences, weighted_loss), reference_gradients(tmp_path, sequences))
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_capped_logits_give_the_gradients_of_single_sequences(tmp_path, temperature, make_groups, weighted_loss):
+    torch.manual_seed(0)
+    shape = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "head_dim": 8,
+    }
+    config = Gemma3TextConfig(vocab_size=300, num_key_value_heads=2, final_logit_softcapping=0.2, **shape)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    sequences = make_groups()
+    engine = double_engine(tmp_path, options={"temperature": temperature})
+    wanted = reference_gradients(tmp_path, sequences, temperature=temperature)
+    assert_same(engine_gradients(engine, sequences, weighted_loss), wanted)
 
 
 def test_the_flat_form_for_variable_length_kernels_says_the_same_as_rows(make_groups):

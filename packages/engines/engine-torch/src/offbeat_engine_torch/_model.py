@@ -75,6 +75,7 @@ class CausalModel(nn.Module):
     Args:
         whole: the transformers model.
         logit_scale: factor the model puts on its logits.
+        logit_cap: soft cap that it puts on them; None for none.
         vision: what its family adds to a language model; None for a model of text alone.
         scores: the head gives one score instead of logits: see `TrainEngineConfig.head`.
 
@@ -85,7 +86,13 @@ class CausalModel(nn.Module):
     """
 
     def __init__(
-        self, whole: Any, logit_scale: float, *, vision: VisionFamily | None = None, scores: bool = False
+        self,
+        whole: Any,
+        logit_scale: float,
+        *,
+        logit_cap: float | None = None,
+        vision: VisionFamily | None = None,
+        scores: bool = False,
     ) -> None:
         super().__init__()
         self.scores, self.vision = scores, vision
@@ -93,7 +100,7 @@ class CausalModel(nn.Module):
         self.context: PackShare | None = None
         self.routing = Routing(whole)
         self.whole: Any = whole
-        self.logit_scale = logit_scale
+        self.logit_scale, self.logit_cap = logit_scale, logit_cap
 
     @property
     def backbone(self) -> nn.Module:
@@ -218,6 +225,7 @@ class CausalModel(nn.Module):
             bias_V,
             target_N,
             scale=self.logit_scale / query.temperature,
+            cap=self.logit_cap,
             matmul_dtype=torch.bfloat16 if query.coarse else weight_VE.dtype,
             gradient_dtype=autocast,
             entropy_gradient=query.entropy_gradient,
@@ -418,9 +426,10 @@ def _check_config(config: Any, folder: Path) -> None:
     others = set(getattr(config, "layer_types", None) or ()) - known
     if others:
         raise ModelError(f"{folder}: layers of type {', '.join(sorted(others))} would mix packed sequences")
-    for cap in ("final_logit_softcapping", "attn_logit_softcapping"):
-        if getattr(config, cap, None):
-            raise ModelError(f"{folder}: {config.model_type} uses {cap}, which this engine does not compute")
+    if getattr(config, "attn_logit_softcapping", None):
+        raise ModelError(
+            f"{folder}: {config.model_type} uses attn_logit_softcapping, which packed attention does not compute"
+        )
 
 
 def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
@@ -430,7 +439,9 @@ def _take_apart(whole: Any, folder: Path, *, scores: bool) -> CausalModel:
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear score head on its last layer")
     if not isinstance(head, nn.Linear) or not isinstance(backbone, nn.Module):
         raise ModelError(f"{folder}: {type(whole).__name__} has no linear vocabulary head on a backbone")
-    model = CausalModel(whole, _logit_scale(whole.config), vision=find_vision(whole, folder), scores=scores)
+    cap = getattr(whole.config.get_text_config(), "final_logit_softcapping", None)
+    vision = find_vision(whole, folder)
+    model = CausalModel(whole, _logit_scale(whole.config), logit_cap=cap, vision=vision, scores=scores)
     hold_biases_as_buffers(whole)
     fuse_norms(whole, getattr(model.decoder, "norm", None))
     route_as_the_family(whole)

@@ -155,7 +155,8 @@ class Gemma4Vision(VisionFamily):
         """Ask the language model: the whole reads a row of its embedding, which ranks have cut."""
         seen = self._backbone.language_model(input_ids=ids_T[None], use_cache=False).last_hidden_state[0]
         logits_TV: Tensor = self._whole.get_output_embeddings()(seen)
-        return logits_TV
+        cap = self._text_config.final_logit_softcapping
+        return logits_TV if cap is None else cap * (logits_TV / cap).tanh()
 
     def _more(self, ids_T: Tensor, which_m: Tensor, place_m: Tensor, seen: Any) -> dict[str, Any]:
         # Where an image is, layers get what belongs to padding.
