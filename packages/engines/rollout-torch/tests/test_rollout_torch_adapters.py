@@ -60,7 +60,7 @@ def errors(model, completions):
     return max(logprob_errors(model, REQUEST.prompt_ids, each).max() for each in completions)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_5_text", "qwen2", "llama"])
 async def test_samples_are_those_of_the_merged_weights(family, tmp_path, open_engine):
     folder = tiny_model(tmp_path / "model", family)
     adapter = adapter_of(reference_model(folder), 1)

@@ -49,7 +49,7 @@ def edit_tensors(folder, change):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "gpt2"}, "supported: qwen3, qwen3_moe, qwen2, llama"),
+        ({"model_type": "gpt2"}, "supported: qwen3, qwen3_moe, qwen3_5_text, qwen2"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"hidden_act": "gelu"}, "silu"),
         ({"use_sliding_window": True}, "sliding-window"),

@@ -29,6 +29,12 @@ class TestQwen3Moe(Torch):
     family = "qwen3_moe"
 
 
+class TestQwen3Point5(Torch):
+    """Layers with the gated delta rule between layers of attention."""
+
+    family = "qwen3_5_text"
+
+
 @pytest.mark.nightly
 class TestQwen2(Torch):
     family = "qwen2"

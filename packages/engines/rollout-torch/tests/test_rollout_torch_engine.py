@@ -173,8 +173,8 @@ async def test_allocated_keys_and_values_stay_within_the_budget_and_one_block(fo
         held[0] += change
         most[0] = max(most[0], held[0])
 
-    def counted(self, *shape):
-        made = new_zeros(self, *shape)
+    def counted(self, *shape, **named):
+        made = new_zeros(self, *shape, **named)
         if len(shape) == 6:  # of the cache
             count(made.nbytes)
             weakref.finalize(made, count, -made.nbytes)

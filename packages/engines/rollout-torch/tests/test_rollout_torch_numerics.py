@@ -12,12 +12,11 @@ from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAtte
 from offbeat_rollout_torch._cache import KVCache
 from offbeat_rollout_torch._decoder import (
     DecoderWeights,
-    Linear,
-    can_pack,
     decode_hidden,
     decode_logits,
 )
 from offbeat_rollout_torch._families import read_architecture, rotations
+from offbeat_rollout_torch._layers.linear import Linear, can_pack
 from offbeat_rollout_torch._loading import WeightWriter, load_weights
 from offbeat_testing import reference_model, tiny_model
 
@@ -42,6 +41,9 @@ VARIANTS = {
     "linear-rope": ("llama", True, {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}}),
     "qwen3_moe": ("qwen3_moe", False, {"num_experts": 6, "num_experts_per_tok": 3}),
     "qwen3_moe-not-normalised": ("qwen3_moe", True, {"norm_topk_prob": False}),
+    "qwen3_5_text": ("qwen3_5_text", True, {}),
+    "qwen3_5_text-untied": ("qwen3_5_text", False, {"num_hidden_layers": 5, "full_attention_interval": 3}),
+    "qwen3_5_text-biases": ("qwen3_5_text", True, {"attention_bias": True}),
     "one-kv-head-each": ("llama", True, {"num_key_value_heads": 4}),
 }
 

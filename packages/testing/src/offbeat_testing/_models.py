@@ -13,7 +13,7 @@ import numpy as np
 
 from offbeat_core import Completion, Floats, Ids
 
-TinyFamily = Literal["qwen3", "qwen3_moe", "glm4_moe", "qwen2", "llama"]
+TinyFamily = Literal["qwen3", "qwen3_moe", "qwen3_5_text", "glm4_moe", "qwen2", "llama"]
 
 CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -72,7 +72,8 @@ def tiny_model(
 
     Args:
         folder: made when missing.
-        family: architecture; routers of glm4_moe choose with a correction bias.
+        family: architecture; routers of glm4_moe choose with a correction bias; of qwen3_5_text every other
+            layer has attention.
         tied: input and output embedding are one tensor.
         vocab_size: rows of the embedding, at least the 300 of the tokenizer (real models pad theirs as well).
         hidden_size: of the residual stream; the feed-forward width is twice that, of each of four experts half of it.

@@ -232,6 +232,7 @@ def _estimate_engine(
         device_bytes=device_bytes,
         weight_bytes=memory.held_weights(shape) + sync_bytes,
         token_bytes=memory.kv_bytes_per_token(shape),
+        state_bytes=memory.state_bytes_per_sample(shape),
         shares_device=shares_device,
     )
     budget: CacheBudget = notify(settings, needs)

@@ -25,6 +25,11 @@ MATRICES: Final = {
     "down": ("mlp.down_proj",),
 }
 """The matrices of a layer, and the trainer's names of the layers that each is made of."""
+RULE_MATRICES: Final = {
+    "qkv": tuple(f"linear_attn.in_proj_{name}" for name in ("qkv", "z", "b", "a")),
+    "out": ("linear_attn.out_proj",),
+}
+"""Matrices of a layer with the gated delta rule, in the place of the same ones of attention."""
 
 
 class LowRank(NamedTuple):
@@ -69,7 +74,7 @@ class Adapter:
         self._layers = [
             {
                 matrix: update
-                for matrix, parts in MATRICES.items()
+                for matrix, parts in (*MATRICES.items(), *RULE_MATRICES.items())
                 if (update := self._update(weights, [f"{a.prefix}layers.{i}.{part}" for part in parts], tensors, scale))
             }
             for i in range(a.num_layers)
@@ -90,7 +95,7 @@ class Adapter:
         self, weights: DecoderWeights, parts: Sequence[str], tensors: Mapping[str, Tensor], scale: float
     ) -> LowRank | None:
         """Lay the parts of one matrix out; None where none of them is adapted."""
-        if f"{parts[0]}.weight" not in weights.parameters:  # experts are in its place, and take no adapters
+        if f"{parts[0]}.weight" not in weights.parameters:  # in its place are experts, which take none, or others
             return None
         places = [weights.parameters[f"{part}.weight"] for part in parts]
         names = [tuple(f"{PEFT_PREFIX}{part}.lora_{side}.weight" for side in "AB") for part in parts]

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from offbeat_rollout_torch._cache import Band, Block, Row, flat_positions
 from offbeat_rollout_torch._families import Architecture
+from offbeat_rollout_torch._layers.delta_rule import StateRows
 
 FUSED_UP_TO_TOKENS: Final = 256
 """Rows times tokens of a block up to which torch's fused attention decodes faster in bfloat16 on a CPU than two
@@ -22,9 +23,15 @@ tokens, 1.4 against 3.3 ms for two, 2.0 against 2.6 ms for a row of 256; but 7 a
 
 
 class Attention(Protocol):
-    """Stores the pass's keys and values and attends."""
+    """Stores the pass's keys and values and attends.
+
+    `state_rows` are the rows of its tokens in layers with the gated delta rule, one part of the pass after the other.
+    """
 
     positions_N: Tensor
+
+    @property
+    def state_rows(self) -> Sequence[StateRows]: ...
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         """[N, H + 2 K, D], positions applied, to [N, H * D]."""
@@ -38,6 +45,12 @@ class DecodeAttention:
         self._scale = architecture.head_dim**-0.5
         self._parts = [self._plan(block, rows, like) for band in bands for block, rows in band.used_blocks]
         self.positions_N = torch.cat([part.positions for part in self._parts])
+        self.state_rows = [
+            StateRows(block.states, slice(0, len(rows)), [1] * len(rows), [not row.end for row in rows])
+            for band in bands
+            for block, rows in band.used_blocks
+            if architecture.rule
+        ]
 
     def _plan(self, block: Block, rows: Sequence[Row], like: Tensor) -> "_DecodePart":
         cached, prefix = [row.cached for row in rows], rows[0].band.prefix
@@ -154,6 +167,7 @@ class PrefillAttention:
             group = _PrefillGroup(members, self.positions_N[start : start + num_tokens], self._num_kv_heads, like)
             self._groups.append((slice(start, start + num_tokens), group))
             start += num_tokens
+        self.state_rows = [group.state_rows() for _, group in self._groups] if architecture.rule else []
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         outputs = [group.attend(layer, qkv_NhD[part], self._num_heads) for part, group in self._groups]
@@ -191,10 +205,14 @@ class _PrefillGroup:
             is_token = torch.arange(self._width) < torch.tensor(counts)[:, None]
             self._padding = is_token.view(-1).nonzero()[:, 0].to(like.device)
         starts = [chunk.row.end for chunk in chunks]
+        self._counts, self._starts = counts, starts
         self._mask = None
         # Else all rows begin at 0 and are equally long, and `is_causal` alone says what is seen.
         if self._padding is not None or any(starts):
             self._mask = self._causal_mask(torch.tensor(starts, device=like.device), like)
+
+    def state_rows(self) -> StateRows:
+        return StateRows(self._block.states, self._slots, self._counts, [not start for start in self._starts])
 
     def _causal_mask(self, starts: Tensor, like: Tensor) -> Tensor:
         """[n, 1, width, length]: new token t of a row sees what is cached and the new ones up to itself."""

@@ -67,6 +67,11 @@ class Row:
         """[L, 2, kv heads, capacity, head_dim]; keys, then values."""
         return self.block.kv[:, :, self.slot]
 
+    @property
+    def states(self) -> Tensor:
+        """[layers with the gated delta rule, numbers] float32: those after the tokens that are cached."""
+        return self.block.states[:, self.slot]
+
 
 class Block:
     """Memory of some rows. It is zero at first: masked values must be finite.
@@ -84,12 +89,14 @@ class Block:
     ) -> None:
         a = architecture
         self.num_rows, self.capacity = num_rows, capacity
-        shape = a.num_layers, 2, num_rows, a.num_kv_heads, capacity, a.head_dim
+        shape = a.num_attention_layers, 2, num_rows, a.num_kv_heads, capacity, a.head_dim
         self.kv = like.new_zeros(*shape) if within is None else within.view(like.dtype).view(shape)
-        self.flat = list(self.kv.view(a.num_layers, -1, a.head_dim).unbind())
+        self.flat = list(self.kv.view(a.num_attention_layers, -1, a.head_dim).unbind())
         self.keys, self.values = (
-            list(self.kv[:, which].view(a.num_layers, -1, capacity, a.head_dim).unbind()) for which in (0, 1)
+            list(self.kv[:, which].view(a.num_attention_layers, -1, capacity, a.head_dim).unbind()) for which in (0, 1)
         )
+        held_size = a.rule.held_size if a.rule else 0
+        self.states = like.new_zeros(a.num_rule_layers, num_rows, held_size, dtype=torch.float32)
 
 
 class Band:
@@ -101,6 +108,9 @@ class Band:
         architecture: of the model.
         like: of the keys and values: their dtype and device.
         prefix: the row that holds what comes before each of these rows; None: they begin their sequences.
+
+    Attributes:
+        row_tokens: what a row takes of the budget.
     """
 
     _numbers = count()
@@ -112,6 +122,7 @@ class Band:
         self.number = next(self._numbers)
         self.rows, self.blocks = list[Row](), list[Block]()
         self._architecture, self._like = architecture, like
+        self.row_tokens = capacity + state_tokens(architecture, like)
 
     @property
     def prefix_tokens(self) -> int:
@@ -138,6 +149,7 @@ class Band:
             elif self.blocks[at].num_rows != size:
                 new, kept = self._block(size), min(size, self.blocks[at].num_rows)
                 new.kv[:, :, :kept] = self.blocks[at].kv[:, :, :kept]
+                new.states[:, :kept] = self.blocks[at].states[:, :kept]
                 self.blocks[at] = new
 
     def _block(self, num_rows: int) -> Block:
@@ -198,6 +210,7 @@ class KVCache:
         self, architecture: Architecture, budget_tokens: int, max_length: int, like: Tensor, keep_tokens: int = 0
     ) -> None:
         self.budget_tokens, self._keep_tokens = budget_tokens, keep_tokens
+        self.holds_states = architecture.rule is not None
         capacities = [SMALLEST_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(2 * capacities[-1])
@@ -210,7 +223,9 @@ class KVCache:
 
     def _new_bands(self, prefix: Row | None) -> list[Band]:
         return [
-            Band(capacity, max(self.block_tokens // 2 // capacity, 1), self._architecture, self._like, prefix)
+            Band(
+                capacity, max(self.block_tokens // 2 // self.cost(capacity), 1), self._architecture, self._like, prefix
+            )
             for capacity in self._capacities
         ]
 
@@ -225,17 +240,17 @@ class KVCache:
 
     @property
     def allocated_tokens(self) -> int:
-        return sum(band.capacity * band.num_allocated for band in self._all_bands) + self.kept_tokens
+        return sum(band.row_tokens * band.num_allocated for band in self._all_bands) + self.kept_tokens
 
     @property
     def kept_tokens(self) -> int:
         bands = [one.row.band for one in self._kept]
         prefixes = {id(band.prefix): band.prefix_tokens for band in bands}
-        return sum(band.capacity for band in bands) + sum(prefixes.values())
+        return sum(band.row_tokens for band in bands) + sum(prefixes.values())
 
     @property
     def held_tokens(self) -> int:
-        return sum(band.capacity * len(band.rows) for band in self._all_bands)
+        return sum(band.row_tokens * len(band.rows) for band in self._all_bands)
 
     @property
     def longest(self) -> int:
@@ -244,20 +259,24 @@ class KVCache:
 
     def shares(self, num_tokens: int) -> bool:
         """Return whether rows continue from a prefix of so many tokens without a copy of it."""
-        return num_tokens >= SHARE_FROM_TOKENS
+        return num_tokens >= SHARE_FROM_TOKENS and not self.holds_states
 
     def capacity_for(self, length: int) -> int:
         return next(capacity for capacity in self._capacities if capacity >= length)
+
+    def cost(self, length: int) -> int:
+        """Return what a row for so many tokens takes of the budget: its states count as tokens of their size."""
+        return self.capacity_for(length) + state_tokens(self._architecture, self._like)
 
     def fits(self, length: int, freed_tokens: int = 0, prefix_tokens: int = 0) -> bool:
         """Return whether a row for `length` tokens is within the budget.
 
         Args:
             length: tokens of the row.
-            freed_tokens: what is given back for it.
+            freed_tokens: what is given back for it, as by `Band.row_tokens`.
             prefix_tokens: of a prefix that must be held, too.
         """
-        wanted = self.capacity_for(length) + prefix_tokens
+        wanted = self.cost(length) + prefix_tokens
         return self.held_tokens - freed_tokens + wanted <= self.budget_tokens
 
     def add(self, length: int, prefix: Prefix | None = None) -> Row:
@@ -292,6 +311,7 @@ class KVCache:
         if last is not row:
             if n := last.cached:
                 row.kv[:, :, :, :n] = last.kv[:, :, :, :n]
+                row.states[:] = last.states
             last.index = row.index
             band.rows[row.index] = last
 
@@ -303,6 +323,7 @@ class KVCache:
             self.allocate()
             n = row.cached
             new.kv[:, :, :, :n] = row.kv[:, :, :, :n]
+            new.states[:] = row.states
             new.cached = n
         self.remove(row)
         return new
@@ -320,6 +341,7 @@ class KVCache:
                     block.kv[:, :, slot, :, :num_tokens] = prefix
         for row in targets:
             row.cached = num_tokens
+            row.states[:] = source.states
 
     def allocate(self) -> None:
         """Have memory for every row in use; where the budget ends, bands give back what no row of theirs uses."""
@@ -327,7 +349,7 @@ class KVCache:
         short = [band for band in bands if len(band.rows) > band.num_allocated]
         if not short:
             return
-        missing = sum(band.capacity * (len(band.rows) - band.num_allocated) for band in short)
+        missing = sum(band.row_tokens * (len(band.rows) - band.num_allocated) for band in short)
         is_tight = self.allocated_tokens + missing > self.budget_tokens
         for band in bands:
             if band not in short and (is_tight or not band.rows):
@@ -335,8 +357,8 @@ class KVCache:
         self.make_free(missing)
         spare = max(self.budget_tokens - self.allocated_tokens - missing, 0)
         for band in short:  # twice as many as there were, where there is room: few blocks are then made anew
-            more = min(max(2 * band.num_allocated - len(band.rows), 0), spare // band.capacity)
-            spare -= more * band.capacity
+            more = min(max(2 * band.num_allocated - len(band.rows), 0), spare // band.row_tokens)
+            spare -= more * band.row_tokens
             band.resize(len(band.rows) + more)
 
     def keep(self, tokens: Sequence[int], row: Row, adapter: str = "") -> None:
@@ -347,21 +369,28 @@ class KVCache:
         ids = np.asarray(tokens[:num_tokens])
         for one in [one for one in self._kept if _num_common(one.ids, ids) == len(one.ids) and one.adapter == adapter]:
             self._forget(one)
-        while self._kept and self.kept_tokens + num_tokens > self._keep_tokens:
+        taken = num_tokens + state_tokens(self._architecture, self._like)
+        while self._kept and self.kept_tokens + taken > self._keep_tokens:
             self._forget(self._kept[0])
-        self.make_free(num_tokens)
-        if self.allocated_tokens + num_tokens > self.budget_tokens:
+        self.make_free(taken)
+        if taken > self._keep_tokens or self.allocated_tokens + taken > self.budget_tokens:
             return
         kept = _new_row(Band(row.cached, 1, self._architecture, self._like, row.band.prefix))
         kept.band.resize(1)
         kept.kv[:] = row.kv[:, :, :, : row.cached]
+        kept.states[:] = row.states
         kept.cached = row.cached
         self._kept.append(KeptRow(ids, kept, adapter))
 
     def reuse(self, tokens: Sequence[int], row: Row, adapter: str = "") -> None:
-        """Begin an empty row of a sequence's first tokens with what is kept of them."""
+        """Begin an empty row of a sequence's first tokens with what is kept of them.
+
+        States are known after the last token that is kept, and not before: they serve sequences that go on from there.
+        """
         ids = np.asarray(tokens)
         common = [_num_common(one.ids, ids) if one.adapter == adapter else 0 for one in self._kept]
+        if self.holds_states:
+            common = [n if n == len(one.ids) else 0 for n, one in zip(common, self._kept, strict=True)]
         num_tokens = max(common, default=0)
         if num_tokens < REUSE_FROM_TOKENS:
             return
@@ -375,6 +404,7 @@ class KVCache:
         if prefix is not None:
             row.kv[:, :, :, :start] = prefix.kv[:, :, :, :start]
         row.kv[:, :, :, start:num_tokens] = found.row.kv[:, :, :, : num_tokens - start]
+        row.states[:] = found.row.states
         row.cached = num_tokens
 
     def make_free(self, num_tokens: int) -> None:
@@ -408,10 +438,15 @@ def _num_common(one: npt.NDArray[np.int64], other: npt.NDArray[np.int64]) -> int
     return int(differs.argmax()) if differs.any() else length
 
 
-def token_bytes(architecture: Architecture, like: Tensor) -> int:
+def token_bytes(architecture: Architecture, like: Tensor | torch.dtype) -> int:
     """Return the bytes of one token's keys and values."""
     a = architecture
-    return 2 * a.num_layers * a.num_kv_heads * a.head_dim * like.itemsize
+    return max(2 * a.num_attention_layers * a.num_kv_heads * a.head_dim * like.itemsize, 1)
+
+
+def state_tokens(architecture: Architecture, like: Tensor | torch.dtype) -> int:
+    """Return how many tokens' keys and values take as much memory as the states of one row."""
+    return -(-4 * architecture.held_size // token_bytes(architecture, like))
 
 
 def _new_row(band: Band) -> Row:

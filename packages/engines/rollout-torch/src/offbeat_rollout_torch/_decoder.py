@@ -1,18 +1,13 @@
-"""A decoder of plain torch: its linear maps, its weights by Hugging Face name, and its forward pass.
+"""A decoder of plain torch: its weights by Hugging Face name, and its forward pass.
 
 Query, key and value are one matrix, and so are gate and up where they are not packed. Rotary embedding turns pairs of
 numbers: Hugging Face pairs element i of a head with element i + head_dim / 2; here the two lie side by side, so that
 one complex product turns them. The dot product of query and key does not see the order, and names hide it: reading a
 name gives what was written to it.
-
-On x86 MKL's float32 product packs the weight anew on each call, which for the few rows of a decoding step costs more
-than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fast for 8 to 64 rows (see README), and
-it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
-import platform
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
@@ -20,139 +15,32 @@ from torch import Tensor
 
 from offbeat_device import StableMemory
 from offbeat_rollout_torch._attention import Attention
-from offbeat_rollout_torch._experts import Experts
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
+from offbeat_rollout_torch._layers.delta_rule import DeltaRule
+from offbeat_rollout_torch._layers.experts import Experts
+from offbeat_rollout_torch._layers.linear import Linear, can_pack, is_worth_packing
 from offbeat_rollout_torch._parameters import Arena, Parameter
-
-PACK_FROM_ELEMENTS: Final = 1 << 15
-"""Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
-PACK_FOR_ROWS: Final = 32
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    is_available: Any = torch.backends.mkldnn.is_available
-    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
-def is_worth_packing(out_size: int, in_size: int) -> bool:
-    return out_size * in_size >= PACK_FROM_ELEMENTS
-
-
-class Linear:
-    """y = x W^T + b, with the weight held plain [out, in] or packed, never both for long.
-
-    Args:
-        out_size: of y.
-        in_size: of x.
-        bias: whether there is one.
-        like: format and device of the weight.
-        pack: whether it may be packed.
-        shared: the plain weight, where something else reads it, too.
-        packed_dtype: format in which it is packed; None for its own.
-    """
-
-    def __init__(
-        self,
-        out_size: int,
-        in_size: int,
-        *,
-        bias: bool,
-        like: Tensor | Arena,
-        pack: bool,
-        shared: Tensor | None = None,
-        packed_dtype: torch.dtype | None = None,
-    ) -> None:
-        self._size, self._like, self._shared = (out_size, in_size), like, shared is not None
-        self._pack = pack and is_worth_packing(out_size, in_size)
-        self.input_dtype = packed_dtype if self._pack and packed_dtype else like.dtype
-        self._plain: Tensor | None = like.new_empty(*self._size) if shared is None else shared
-        self._packed: Tensor | None = None
-        self.bias: Tensor | None = like.new_empty(out_size) if bias else None
-
-    def weight(self) -> Tensor:
-        if self._plain is None:
-            packed = self._packed
-            self._plain = (
-                self._like.new_empty(*self._size) if packed is None else packed.to_dense().to(self._like.dtype)
-            )
-        if not self._shared:
-            self._packed = None
-        return self._plain
-
-    def discard(self) -> None:
-        """Forget the packed weight: all of it will be written anew, and need not be unpacked."""
-        if not self._shared:
-            self._packed = None
-
-    def freeze(self) -> None:
-        """Pack, and drop the plain weight unless it is shared. Exact: the packed format is no narrower."""
-        if self._pack and self._plain is not None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain.to(self.input_dtype), PACK_FOR_ROWS)
-            self._plain = self._plain if self._shared else None
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """[M, in] to [M, out], both in `input_dtype`."""
-        if self._packed is None:
-            assert self._plain is not None
-            return F.linear(x, self._plain, self.bias)
-        return _packed_product(x, self._packed, self.bias, "none")
-
-    def in_float32(self, x: Tensor) -> Tensor:
-        """[M, in] in `input_dtype` to [M, out] in float32; on CUDA sums of products in bfloat16 are not rounded."""
-        if self._plain is not None and x.is_cuda and x.dtype != torch.float32:
-            assert self.bias is None
-            return torch.mm(x, self._plain.t(), out_dtype=torch.float32)
-        return self(x).float()
-
-    def silu(self, x: Tensor) -> Tensor:
-        if self._packed is None:
-            return F.silu(self(x), inplace=True)
-        return _packed_product(x, self._packed, self.bias, "swish")
-
-    def times(self, x: Tensor, other: Tensor) -> Tensor:
-        if self._packed is None:
-            return self(x).mul_(other)
-        return _packed_product_with(x, other, self._packed, self.bias, "mul")
-
-    def plus(self, x: Tensor, other: Tensor) -> Tensor:
-        if self._packed is not None:
-            return _packed_product_with(x, other, self._packed, self.bias, "add")
-        if self.bias is not None:
-            return self(x).add_(other)
-        assert self._plain is not None
-        return torch.addmm(other, x, self._plain.t())
-
-
-def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.default(x, weight, bias, then, [], "")
-    return y
-
-
-def _packed_product_with(x: Tensor, other: Tensor, weight: Tensor, bias: Tensor | None, then: str) -> Tensor:
-    y: Tensor = torch.ops.mkldnn._linear_pointwise.binary(x, other, weight, bias, then)
-    return y
 
 
 class LayerWeights:
-    def __init__(self, architecture: Architecture, like: Tensor | Arena, pack: bool) -> None:
+    """Weights of one layer. Where it has the gated delta rule, `qkv` and `out` are the matrices before and after it."""
+
+    def __init__(self, architecture: Architecture, like: Tensor | Arena, pack: bool, *, has_rule: bool = False) -> None:
         a = architecture
-        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
 
         def linear(out_size: int, in_size: int, bias: bool) -> Linear:
             return Linear(out_size, in_size, bias=bias, like=like, pack=pack)
 
+        self.rule = DeltaRule(a, like) if has_rule else None
+        self._in_parts = _rule_inputs(a) if has_rule else _attention_inputs(a)
+        mixed_size = a.rule.value_width if a.rule and has_rule else a.num_heads * a.head_dim
         self.input_norm = like.new_empty(a.hidden_size)
-        self.qkv = linear(q_rows + 2 * kv_rows, a.hidden_size, a.qkv_bias)
+        self.qkv = linear(sum(self._in_parts.values()), a.hidden_size, a.qkv_bias and not has_rule)
         self.q_norm = like.new_empty(a.head_dim)
         self.k_norm = like.new_empty(a.head_dim)
         self.qk_norm = like.new_empty(a.num_heads + a.num_kv_heads, a.head_dim)
-        self.out = linear(a.hidden_size, q_rows, a.out_bias)
+        self.out = linear(a.hidden_size, mixed_size, a.out_bias and not has_rule)
         self.mlp_norm = like.new_empty(a.hidden_size)
         self.experts = Experts(a, like) if a.num_experts else None
         if a.num_experts:
@@ -177,20 +65,25 @@ class LayerWeights:
 
     def parameters(self, architecture: Architecture) -> dict[str, Parameter]:
         """Hugging Face names, without the layer's prefix."""
-        a = architecture
-        q_rows, kv_rows = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-        found = {
+        a, start, found = architecture, 0, dict[str, Parameter]()
+        for name, size in self._in_parts.items():
+            # With gates between its heads, or turned in part, a head is laid out as it is in the folder.
+            rotary = a.head_dim if name.endswith(("q_proj", "k_proj")) and not a.rule else 0
+            found |= _matrix(name, self.qkv, slice(start, start + size), a.hidden_size, rotary)
+            start += size
+        out, mixed_size = ("linear_attn.out_proj" if self.rule else "self_attn.o_proj"), self.out.in_size
+        found |= {
             "input_layernorm.weight": _vector(lambda: self.input_norm, a.hidden_size),
             "post_attention_layernorm.weight": _vector(lambda: self.mlp_norm, a.hidden_size),
-            **_matrix("self_attn.q_proj", self.qkv, slice(0, q_rows), a.hidden_size, a.head_dim),
-            **_matrix("self_attn.k_proj", self.qkv, slice(q_rows, q_rows + kv_rows), a.hidden_size, a.head_dim),
-            **_matrix("self_attn.v_proj", self.qkv, slice(q_rows + kv_rows, q_rows + 2 * kv_rows), a.hidden_size),
-            **_matrix("self_attn.o_proj", self.out, slice(0, a.hidden_size), q_rows),
+            **_matrix(out, self.out, slice(0, a.hidden_size), mixed_size),
             **(self._dense(a) if self.experts is None else self.experts.parameters()),
         }
+        if self.rule is not None:
+            return found | self.rule.parameters()
         if a.qk_norm:
-            found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, a.head_dim)
-            found["self_attn.k_norm.weight"] = _vector(lambda: self.k_norm, a.head_dim, a.head_dim)
+            rotary = 0 if a.rule else a.head_dim
+            found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, rotary)
+            found["self_attn.k_norm.weight"] = _vector(lambda: self.k_norm, a.head_dim, rotary)
         return found
 
     def _dense(self, a: Architecture) -> dict[str, Parameter]:
@@ -201,6 +94,19 @@ class LayerWeights:
             **_matrix("mlp.up_proj", self.gate_up[-1], slice(up_start, up_start + wide), a.hidden_size),
             **_matrix("mlp.down_proj", self.down, slice(0, a.hidden_size), wide),
         }
+
+
+def _attention_inputs(a: Architecture) -> dict[str, int]:
+    """Return the rows of each part of `qkv` of a layer with attention; a query's gate lies behind it."""
+    queries, keys = a.num_heads * a.head_dim * (2 if a.rule else 1), a.num_kv_heads * a.head_dim
+    return {"self_attn.q_proj": queries, "self_attn.k_proj": keys, "self_attn.v_proj": keys}
+
+
+def _rule_inputs(a: Architecture) -> dict[str, int]:
+    """Return the rows of each part of `qkv` of a layer with the gated delta rule, see `DeltaRule`."""
+    assert a.rule is not None
+    sizes = a.rule.num_channels, a.rule.value_width, a.rule.num_value_heads, a.rule.num_value_heads
+    return {f"linear_attn.in_proj_{name}": size for name, size in zip(("qkv", "z", "b", "a"), sizes, strict=True)}
 
 
 def _vector(storage: Callable[[], Tensor], size: int, rotary: int = 0) -> Parameter:
@@ -260,7 +166,8 @@ class DecoderWeights:
             a.vocab_size, a.hidden_size, bias=False, like=like, pack=pack, shared=shared, packed_dtype=torch.float32
         )
         self.final_norm = like.new_empty(a.hidden_size)
-        self.layers = [LayerWeights(a, like, pack) for _ in range(a.num_layers)]
+        has_rule = a.rule.is_in_layer if a.rule else (False,) * a.num_layers
+        self.layers = [LayerWeights(a, like, pack, has_rule=each) for each in has_rule]
         self.aliases = {"lm_head.weight": f"{a.prefix}embed_tokens.weight"} if a.tied else {}
         self._build_tower()
 
@@ -364,7 +271,7 @@ def decode_hidden(
     Args:
         weights: frozen.
         ids_N: [N] int64 tokens of the pass, packed.
-        rotations_PC2: [positions, head_dim / 2, 2] float32, cosine and sine.
+        rotations_PC2: [positions, rotary_dim / 2, 2] float32, cosine and sine.
         attention: planned for these tokens.
         rotations_NC2: the rotation of each token, where its place in the cache does not say it.
         image_inputs: of the images among these tokens.
@@ -380,13 +287,17 @@ def decode_hidden(
         x.index_copy_(0, image_inputs.placeholders_M, image_inputs.embeds_MH.to(x.dtype))
     if rotations_NC2 is None:
         rotations_NC2 = rotations_PC2.index_select(0, attention.positions_N)
+    num_before = {True: 0, False: 0}  # layers with the rule, and with attention: each kind has places of its own
     for index, layer in enumerate(weights.layers):
-        h = F.rms_norm(x, (a.hidden_size,), layer.input_norm, a.norm_eps)
-        qkv = _adapted(layer.qkv(h), h, adapters, index, "qkv").view(len(x), -1, a.head_dim)
-        _rotate(qkv[:, : a.num_heads + a.num_kv_heads], rotations_NC2[:, None], layer, a)
-        mixed = attention(index, qkv)
+        h = _normed(x, layer.input_norm, a)
+        qkv, has_rule = _adapted(layer.qkv(h), h, adapters, index, "qkv"), layer.rule is not None
+        place, num_before[has_rule] = num_before[has_rule], num_before[has_rule] + 1
+        if layer.rule is not None:
+            mixed = layer.rule(qkv, attention.state_rows, place)
+        else:
+            mixed = _attend(qkv.view(len(x), -1, a.head_dim), rotations_NC2[:, None], attention, place, layer, a)
         x = _adapted(layer.out.plus(mixed, x), mixed, adapters, index, "out")
-        h = F.rms_norm(x, (a.hidden_size,), layer.mlp_norm, a.norm_eps)
+        h = _normed(x, layer.mlp_norm, a)
         if layer.experts is not None:
             mixed, chosen = layer.experts(h)
             x = x + mixed
@@ -398,6 +309,26 @@ def decode_hidden(
         if image_inputs is not None and index < len(image_inputs.deeper):
             x.index_add_(0, image_inputs.placeholders_M, image_inputs.deeper[index].to(x.dtype))
     return x
+
+
+def _normed(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
+    """Return the norm of x; families with the rule add 1 to its weight, and compute it in float32."""
+    if a.rule is None:
+        return F.rms_norm(x, weight.shape, weight, a.norm_eps)
+    return F.rms_norm(x.float(), weight.shape, 1 + weight.float(), a.norm_eps).to(x.dtype)
+
+
+def _attend(
+    qkv_NhD: Tensor, rotations_N1C2: Tensor, attention: Attention, place: int, layer: LayerWeights, a: Architecture
+) -> Tensor:
+    """Return the output of attention, [N, H * D]; in families with the rule it is gated."""
+    gates = None
+    if a.rule is not None:
+        gates = qkv_NhD[:, 1 : 2 * a.num_heads : 2]
+        qkv_NhD = torch.cat((qkv_NhD[:, : 2 * a.num_heads : 2], qkv_NhD[:, 2 * a.num_heads :]), 1)
+    _rotate(qkv_NhD[:, : a.num_heads + a.num_kv_heads], rotations_N1C2, layer, a)
+    mixed = attention(place, qkv_NhD)
+    return mixed if gates is None else mixed * gates.flatten(1).sigmoid()
 
 
 def _adapted(y: Tensor, x: Tensor, adapters: Sequence[MatrixUpdate], layer: int, matrix: str) -> Tensor:
@@ -422,16 +353,22 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
     a = weights.architecture
     assert weights.head is not None
     dtype = weights.head.input_dtype
-    norm_E = weights.final_norm.to(dtype)
-    return weights.head.in_float32(F.rms_norm(hidden_BH.to(dtype), (a.hidden_size,), norm_E, a.norm_eps))
+    return weights.head.in_float32(_normed(hidden_BH.to(dtype), weights.final_norm.to(dtype), a))
 
 
 def _rotate(qk_NhD: Tensor, rotations_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:
     """Normalise heads where the family does, and rotate by position; in place.
 
     CPU and CUDA have one operator for it, on complex numbers; other devices lack that, or views that it could write
-    through.
+    through. Families with the rule turn the first elements of a head, in the order of the folder.
     """
+    if a.rule is not None:
+        weight = 1 + layer.qk_norm.float()
+        qk_NhD.copy_(F.rms_norm(qk_NhD.float(), (a.head_dim,), None, a.norm_eps).mul_(weight))
+        halves = torch.unflatten(qk_NhD[..., : a.rotary_dim], -1, (2, -1))
+        (x, y), (cos, sin) = halves.float().unbind(-2), rotations_N1C2.unbind(-1)
+        halves.copy_(torch.stack((x * cos - y * sin, x * sin + y * cos), -2))
+        return
     if a.qk_norm:
         torch.mul(F.rms_norm(qk_NhD, (a.head_dim,), None, a.norm_eps), layer.qk_norm, out=qk_NhD)
     pairs = torch.unflatten(qk_NhD, -1, (-1, 2))

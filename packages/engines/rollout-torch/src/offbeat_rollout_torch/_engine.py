@@ -18,6 +18,7 @@ from offbeat_core import (
     EngineHealth,
     Floats,
     GenerateRequest,
+    HeldBytes,
     LoraAdapter,
     OnToken,
     PauseMode,
@@ -32,7 +33,7 @@ from offbeat_core import (
     wake_tags,
 )
 from offbeat_device import Device, open_device
-from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache
+from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, state_tokens, token_bytes
 from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
 from offbeat_rollout_torch._images import ImageProcessor, RequestImages
@@ -107,13 +108,22 @@ class TorchRolloutOptions:
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
-    """Return the memory that this engine takes of a device: for its budget of tokens or its samples, up to a share."""
+    """Return the memory that this engine takes of a device: for its budget of tokens or its samples, up to a share.
+
+    States of samples are in either.
+    """
     options = TorchRolloutOptions.parse(settings.options)
-    wanted = (options.kv_cache_tokens or settings.max_running * settings.max_model_len) * needs.token_bytes
+    of_samples = settings.max_running * (settings.max_model_len * needs.token_bytes + needs.state_bytes)
+    wanted = options.kv_cache_tokens * needs.token_bytes if options.kv_cache_tokens else of_samples
     if needs.device_bytes and not options.kv_cache_tokens:
         wanted = min(wanted, CACHE_SHARE_OF_MEMORY * needs.device_bytes)
     advice = "a smaller {0}.max_model_len, or fewer kv_cache_tokens in {0}.options"
     return CacheBudget(cache_bytes=int(wanted), advice=advice)
+
+
+def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
+    """Return that states are float32, whatever the format of the model. See `HeldBytes`."""
+    return HeldBytes(state=4)
 
 
 def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
@@ -147,6 +157,7 @@ class TorchRolloutEngine:
     parks_cache_alone: ClassVar[bool] = True
     returns_routes: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
+    held_bytes = staticmethod(held_bytes)
     refuses_adapters = staticmethod(refuses_adapters)
     check_model = staticmethod(check_model)
 
@@ -170,7 +181,7 @@ class TorchRolloutEngine:
             scores_images=self._image_processor is not None,
             scores_any_temperature=True,
             whole_logprobs=self.whole_logprobs,
-            fp8_weights=not self._architecture.num_experts,
+            fp8_weights=not (self._architecture.num_experts or self._architecture.rule),
             routes=bool(self._architecture.num_experts),
         )
         self._tokenizer = load_tokenizer(folder)
@@ -228,9 +239,10 @@ class TorchRolloutEngine:
     def _static_row_tokens(self) -> int:
         """Tokens of a static row; 0 without such."""
         wanted = self._options.static_rows
-        if self._architecture.num_experts:
+        if self._architecture.num_experts or self._architecture.rule:
             if wanted:
-                raise ConfigError("static_rows compute no mixtures of experts: leave the option out, or set false")
+                what = "mixtures of experts" if self._architecture.num_experts else "layers with the gated delta rule"
+                raise ConfigError(f"static_rows compute no {what}: leave the option out, or set false")
             return 0
         if wanted is False or (wanted is None and self._device.work_graphs() is None):
             return 0
@@ -238,15 +250,20 @@ class TorchRolloutEngine:
 
     def _kv_budget(self) -> int:
         if self._options.kv_cache_tokens:
-            least, given = max(self._row_tokens, SMALLEST_CAPACITY), self._options.kv_cache_tokens
+            least, given = self._row_tokens or self._cost(1), self._options.kv_cache_tokens
             if given < least:
                 advice = ", a row of max_model_len; or set static_rows to false" if self._row_tokens else ""
                 raise ConfigError(f"kv_cache_tokens must be at least {least}, got {given}{advice}")
             return self._options.kv_cache_tokens
-        a, capacity = self._architecture, _capacity(self._stop_criteria.max_model_len)
-        token_bytes: int = 2 * a.num_layers * a.num_kv_heads * a.head_dim * getattr(torch, self._config.dtype).itemsize
-        allowed = int(CACHE_SHARE_OF_MEMORY * self._device.memory().total_bytes) // token_bytes
-        return max(min(self._config.max_running * capacity, allowed), capacity)
+        of_token = token_bytes(self._architecture, getattr(torch, self._config.dtype))
+        longest = self._cost(self._stop_criteria.max_model_len)
+        allowed = int(CACHE_SHARE_OF_MEMORY * self._device.memory().total_bytes) // of_token
+        return max(min(self._config.max_running * longest, allowed), longest)
+
+    def _cost(self, length: int) -> int:
+        """Tokens of cache that a sequence of this length takes: a power of two, and what its states are worth."""
+        capacity = max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())
+        return capacity + state_tokens(self._architecture, getattr(torch, self._config.dtype))
 
     async def generate(self, request: GenerateRequest) -> list[Completion]:
         """See `RolloutEngine`.
@@ -303,7 +320,7 @@ class TorchRolloutEngine:
         self._check_room(request.request_id, min(len(request.prompt_ids) + request.params.max_tokens, longest))
 
     def _check_room(self, request_id: str, num_tokens: int) -> None:
-        needed = self._row_tokens or _capacity(num_tokens)
+        needed = self._row_tokens or self._cost(num_tokens)
         if needed > self._budget_tokens:
             raise DataError(
                 f"request {request_id!r}: prompt and completion may take {needed} tokens of cache, and "
@@ -363,8 +380,3 @@ class TorchRolloutEngine:
             await self._call(self._worker.close)
         if not await asyncio.to_thread(self._worker.thread.join, CLOSE_DEADLINE_S):
             raise DeadlineError("rollout.close", "the worker thread", CLOSE_DEADLINE_S)
-
-
-def _capacity(length: int) -> int:
-    """Tokens of cache a sequence of this length takes: a power of two."""
-    return max(SMALLEST_CAPACITY, 1 << (length - 1).bit_length())

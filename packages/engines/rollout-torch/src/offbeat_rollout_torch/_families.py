@@ -1,6 +1,6 @@
 """Contents of a model folder: an architecture, by a table of families and how they differ; tokenizer, end of sequence.
 
-Source: the modelling files of Qwen3, Qwen2 and Llama in huggingface/transformers.
+Source: the modelling files of Qwen3, Qwen3.5, Qwen2 and Llama in huggingface/transformers.
 """
 
 import math
@@ -26,6 +26,8 @@ class DecoderFamily:
             position in time, height and width. Empty of a family for text.
         interleaved: the three take pairs in turn, and not one run of pairs each.
         has_experts: each layer's feed-forward is a mixture of experts.
+        has_rule: some layers have the gated delta rule in the place of attention; those with attention gate its output,
+            and norms hold what their weight is above 1.
     """
 
     qk_norm: bool = False
@@ -33,16 +35,55 @@ class DecoderFamily:
     sections: tuple[int, ...] = ()
     interleaved: bool = False
     has_experts: bool = False
+    has_rule: bool = False
 
 
 FAMILIES: Final = {
     "qwen3": DecoderFamily(qk_norm=True),
     "qwen3_moe": DecoderFamily(qk_norm=True, has_experts=True),
+    "qwen3_5_text": DecoderFamily(qk_norm=True, has_rule=True),
     "qwen2": DecoderFamily(qkv_bias=True),
     "llama": DecoderFamily(),
     "qwen3_vl": DecoderFamily(qk_norm=True, sections=(24, 20, 20), interleaved=True),
     "qwen2_5_vl": DecoderFamily(qkv_bias=True, sections=(16, 24, 24)),
 }
+
+
+@dataclass(frozen=True, kw_only=True)
+class RuleShape:
+    """Sizes of layers with the gated delta rule; `window` counts the tokens that the convolution reads for one.
+
+    `is_in_layer` says of each layer of the model whether it is one of them.
+    """
+
+    num_key_heads: int
+    num_value_heads: int
+    key_dim: int
+    value_dim: int
+    window: int
+    is_in_layer: tuple[bool, ...]
+
+    @property
+    def key_width(self) -> int:
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_width(self) -> int:
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def num_channels(self) -> int:
+        """Channels of the convolution, which is over queries, keys and values."""
+        return 2 * self.key_width + self.value_width
+
+    @property
+    def state_size(self) -> int:
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    @property
+    def held_size(self) -> int:
+        """Numbers that a sample holds of one layer: the state, and what the convolution reads again."""
+        return self.state_size + self.num_channels * (self.window - 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +93,7 @@ class Architecture:
     `axes` names, for each pair of a head, the axis of a position that turns it (0 time, 1 height, 2 width); it is empty
     where a position is one number. `vision` is the folder of a vision-language model; its decoder's names begin with
     `prefix`. `num_experts` is 0 for a dense model; the weights of a token's experts may be normalised to a sum of 1.
+    `rotary_dim` elements of a head are turned, 0: all. `rule` is None where all layers have attention.
     """
 
     family: str
@@ -77,6 +119,21 @@ class Architecture:
     experts_per_token: int = 0
     expert_size: int = 0
     normalises_experts: bool = False
+    rotary_dim: int = 0
+    rule: RuleShape | None = None
+
+    @property
+    def num_rule_layers(self) -> int:
+        return sum(self.rule.is_in_layer) if self.rule else 0
+
+    @property
+    def num_attention_layers(self) -> int:
+        return self.num_layers - self.num_rule_layers
+
+    @property
+    def held_size(self) -> int:
+        """Numbers that a sample holds of all layers with the rule, however long it is."""
+        return self.num_rule_layers * self.rule.held_size if self.rule else 0
 
 
 def read_architecture(folder: Path) -> Architecture:
@@ -122,6 +179,7 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
         vision=vision,
         prefix="model.language_model." if vision else "model.",
         **(_experts(config) if family.has_experts else {}),
+        **(_rule(config, head_dim, rope) if family.has_rule else {}),
     )
 
 
@@ -134,6 +192,26 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
         "expert_size": config["moe_intermediate_size"],
         "normalises_experts": bool(config.get("norm_topk_prob", False)),
     }
+
+
+def _rule(config: dict[str, Any], head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
+    if not config.get("attn_output_gate", True):
+        raise ModelError("rollout-torch needs attn_output_gate = true in a model with the gated delta rule")
+    num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
+    kinds = config.get("layer_types") or [
+        "full_attention" if index % every == 0 else "linear_attention" for index in range(1, num_layers + 1)
+    ]
+    if len(kinds) != num_layers or set(kinds) - {"linear_attention", "full_attention"}:
+        raise ModelError(f"layer_types must say linear_attention or full_attention of {num_layers} layers: {kinds}")
+    shape = RuleShape(
+        num_key_heads=config["linear_num_key_heads"],
+        num_value_heads=config["linear_num_value_heads"],
+        key_dim=config["linear_key_head_dim"],
+        value_dim=config["linear_value_head_dim"],
+        window=config["linear_conv_kernel_dim"],
+        is_in_layer=tuple(kind == "linear_attention" for kind in kinds),
+    )
+    return {"rule": shape, "rotary_dim": int(head_dim * rope.get("partial_rotary_factor", 0.25))}
 
 
 def _axes(family: DecoderFamily, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:
@@ -174,11 +252,11 @@ def _rope_parameters(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def rotations(architecture: Architecture, num_positions: int) -> Tensor:
-    """[num_positions, head_dim / 2, 2] float32: cosine and sine that turn pair i of a query or key at a position.
+    """[num_positions, rotary_dim / 2, 2] float32: cosine and sine that turn pair i of a query or key at a position.
 
     Source: RoFormer, arXiv 2104.09864; the llama3 scaling is that of the Llama 3.1 release.
     """
-    rope, dim = architecture.rope, architecture.head_dim
+    rope, dim = architecture.rope, architecture.rotary_dim or architecture.head_dim
     frequencies = 1.0 / rope["rope_theta"] ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
     if rope["rope_type"] == "linear":
         frequencies = frequencies / rope["factor"]

@@ -132,7 +132,7 @@ class ModelRunner:
         """
         start_s = time.monotonic()
         weights, samples = self.weights, self.scheduler.cache
-        longest = samples.capacity_for(request.longest)
+        longest = samples.cost(request.longest)
         samples.make_free(2 * longest)  # the prompt, and one continuation
         if samples.allocated_tokens + 2 * longest > samples.budget_tokens:
             self.release_cache()

@@ -304,6 +304,8 @@ class Scheduler:
             if is_shared:
                 leading.add(request.request_id)
             num_tokens -= leaving
+            if is_shared and self.cache.holds_states:  # ends where the others go on: states are known there alone
+                num_tokens = min(num_tokens, request.shared_tokens - row.cached)
             if is_shared and prefix is not None:
                 row, num_tokens = prefix.row, prefix.num_tokens - prefix.row.cached
             if num_tokens := min(num_tokens, budget):
@@ -319,7 +321,8 @@ class Scheduler:
                 empty.setdefault(sample.request.request_id, []).append(sample)
         for samples in empty.values():
             shared = samples[0].request.shared_tokens
-            sources = [one.row for one in self._siblings(samples[0]) if one.row and one.row.cached >= shared]
+            known = [one.row for one in self._siblings(samples[0]) if one.row and one.row.cached >= shared]
+            sources = [row for row in known if row.cached == shared or not self.cache.holds_states]
             if sources:
                 self.cache.share(sources[0], [one.row for one in samples if one.row], shared)
 
@@ -340,9 +343,9 @@ class Scheduler:
             if row is None or len(sample.tokens) - row.band.prefix_tokens <= row.band.capacity:
                 continue
             own = len(sample.tokens) - row.band.prefix_tokens
-            while not self.cache.fits(own, row.band.capacity) and self.running[-1] is not sample:
+            while not self.cache.fits(own, row.band.row_tokens) and self.running[-1] is not sample:
                 self._set_back(self.running[-1])
-            if self.cache.fits(own, row.band.capacity):
+            if self.cache.fits(own, row.band.row_tokens):
                 sample.row = self.cache.grow(row, own)
             else:
                 self._set_back(sample)

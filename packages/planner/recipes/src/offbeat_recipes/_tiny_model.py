@@ -231,6 +231,14 @@ def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
                 "use_bidirectional_attention": "vision",
             }
             settings["vocab_size_per_layer_input"] = settings["vocab_size"]
+    elif family == "qwen3_5_text":
+        settings |= {
+            "full_attention_interval": 2,
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        }
     elif family.endswith("_moe"):
         settings |= {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
         settings["n_routed_experts" if family == "glm4_moe" else "num_experts"] = 4

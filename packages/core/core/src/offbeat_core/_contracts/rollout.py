@@ -309,12 +309,14 @@ class CacheNeeds:
         device_bytes: memory of the device; 0 if unknown.
         weight_bytes: of the weights on it.
         token_bytes: keys and values of one token on it.
+        state_bytes: states of one sample on it, however long it is, in a model with the gated delta rule; else 0.
         shares_device: see `RolloutEngineConfig.shares_device`.
     """
 
     device_bytes: int
     weight_bytes: int
     token_bytes: float
+    state_bytes: float = 0
     shares_device: bool = False
 
 

@@ -342,6 +342,8 @@ class StaticAttention:
         mask_B11C: see `places_mask`.
     """
 
+    state_rows: Final = ()  # static rows are refused for the gated delta rule
+
     def __init__(
         self, block: Block, places_B: Tensor, num_places: int, architecture: Architecture, mask_B11C: Tensor
     ) -> None:

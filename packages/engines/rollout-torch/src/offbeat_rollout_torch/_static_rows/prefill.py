@@ -137,6 +137,8 @@ class SegmentAttention:
         dtype: of the model.
     """
 
+    state_rows: Final = ()  # static rows are refused for the gated delta rule
+
     def __init__(
         self, block: Block, layout: Layout, num_places: int, architecture: Architecture, dtype: torch.dtype
     ) -> None:
