@@ -85,7 +85,7 @@ class Yardstick:
         self.processor = AutoImageProcessor.from_pretrained(folder)
 
     def given(self, sequence):
-        """What the model takes of images, and which tokens they are; those in the loss were sampled."""
+        """Return the inputs of images, and which tokens they are; those in the loss were sampled."""
         made = self.processor(images=list(sequence.images), input_data_format="channels_last", return_tensors="pt")
         kinds = (sequence.ids == self.model.config.image_token_id) & ~sequence.loss_mask
         kinds_name = "token_type_ids" if self.model.config.model_type == "gemma3" else "mm_token_type_ids"

@@ -1,4 +1,4 @@
-"""What else an engine does, with ranks that hold the experts between them: settings, failures, checkpoints, sleep."""
+"""Ranks that hold the experts between them: settings, failures, checkpoints, sleep."""
 
 import shutil
 from pathlib import Path
@@ -169,7 +169,7 @@ def test_checkpoints_are_read_by_other_ranks_and_after_sleep(model, mesh, make_g
 
 @pytest.mark.mesh(dp=2, ep=2, compare=False)
 def test_a_rank_reads_only_its_own_experts(model, mesh, tmp_path):
-    """Of a folder with weights of single experts, in which those of the other rank are not numbers."""
+    """The folder holds single experts, and those of the other rank are not numbers."""
     folder = Path(shutil.copytree(model, tmp_path / str(mesh.rank)))
     alone = TorchTrainEngine.create(config(model))
     tensors = load_file(folder / "model.safetensors")

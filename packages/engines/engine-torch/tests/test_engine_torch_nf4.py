@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_engine_torch_lora_base import train
 from test_engine_torch_ranks_memory import NUM_LAYERS, allocations, save
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -29,14 +30,6 @@ def config(folder, base="nf4", **changes):
 
 def create(folder, base="nf4", mesh=None, **changes):
     return TorchTrainEngine.create(config(folder, base, **changes), mesh)
-
-
-def train(engine, make_groups, loss, seeds=(0, 1)):
-    losses = []
-    for seed in seeds:
-        losses.append(engine.forward_backward(make_groups(seed=seed), loss)["loss"].value)
-        assert engine.step()["steps_refused"].value == 0
-    return losses
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen3_moe"])

@@ -140,7 +140,7 @@ async def test_kept_states_serve_what_goes_on_from_their_end_and_nothing_else(fo
 
 @pytest.mark.asyncio
 async def test_states_are_counted_with_keys_and_values(folder, open_engine):
-    """What blocks hold is what the cache says, and within its budget."""
+    """Blocks hold what the cache says, and no more than its budget."""
     async with open_engine(folder, max_running=8, options={"kv_cache_tokens": 2000}) as engine:
         runner, seen = engine._worker._runner, 0
         task = asyncio.create_task(engine.generate(ask("a", ids_of(1, 40), num_samples=12, max_tokens=60)))

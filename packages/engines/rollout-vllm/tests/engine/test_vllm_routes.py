@@ -15,7 +15,7 @@ from offbeat_testing import tiny_model
 
 
 def output(ids, routes_TLK, finish_reason):
-    """What vLLM hands on after a step, with routes of all tokens before the last once a sample has ended."""
+    """Make what vLLM hands on after a step, with routes of all tokens before the last once a sample has ended."""
     logprobs = [{token: type("Logprob", (), {"logprob": -1.0})()} for token in ids]
     completion = CompletionOutput(
         index=0,

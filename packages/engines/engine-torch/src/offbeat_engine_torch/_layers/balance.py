@@ -271,7 +271,8 @@ def _count_choices(expert_tK: Tensor, counts: Tensor, name: str) -> None:
 
 def statistics(counts: list[Tensor]) -> Metrics:
     """Return what the choices of all ranks in an update say of the routers; nothing where nothing was chosen."""
-    layers = [each.tolist() for each in counts]
+    numbers = iter(torch.cat(counts).tolist())  # one copy from the device
+    layers = [[next(numbers) for _ in each] for each in counts]
     if not any(map(sum, layers)):
         return {}
     load = max(max(layer) * len(layer) / sum(layer) for layer in layers)

@@ -226,6 +226,8 @@ class HeldWeights:
         self._model = model
         packed: dict[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._fusions = {part: (fused, index) for fused, parts in packed.items() for index, part in enumerate(parts)}
+        named = ((path, module) for path, module in model.named_modules() if path)
+        self._inner = [(f"{path}.", module) for path, module in named if hasattr(module, "hf_to_vllm_mapper")]
         self._unpacked: tuple[nn.Module, Tensor] | None = None
 
     def find(self, name: str) -> TensorLocation:
@@ -277,7 +279,8 @@ class HeldWeights:
     def load_lost(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
         """Load what vLLM's model would lose, and yield all else: see `gpt_oss`."""
         for name, tensor in tensors:
-            is_asked = ".experts." in name or name.endswith(SINKS)
+            # Not each of many thousand experts: those that come one by one are no whole stack.
+            is_asked = (".experts." in name and not EXPERT.match(name)) or name.endswith(SINKS)
             path, _, leaf = self._map(name)[0].rpartition(".") if is_asked else ("", "", "")
             module: Any = _submodule(self._model, path)
             if holds_stack(module, leaf):
@@ -296,14 +299,10 @@ class HeldWeights:
         A model within the model, as Qwen3.5's, may have the map that says it.
         """
         renamed, part = _apply_map(self._model, name)
-        words = renamed.split(".")
-        for number in range(1, len(words) if part is None else 1):
-            inner = _submodule(self._model, ".".join(words[:number]))
-            if inner is None:
-                break
-            rest, part = _apply_map(inner, ".".join(words[number:]))
-            if part is not None:
-                return ".".join([*words[:number], rest]), part
+        for path, inner in self._inner:
+            if part is None and renamed.startswith(path):
+                rest, part = _apply_map(inner, renamed.removeprefix(path))
+                renamed = renamed if part is None else path + rest
         return renamed, part
 
     def _parameter(self, module: nn.Module, leaf: str) -> Tensor:
