@@ -8,7 +8,8 @@ import torch
 
 from offbeat_core import ConfigError, GenerateRequest, SamplingParams
 from offbeat_rollout_torch._cache import token_bytes
-from offbeat_rollout_torch._layers.delta_rule import apply_rule
+from offbeat_rollout_torch._families import read_architecture
+from offbeat_rollout_torch._layers.delta_rule import DeltaRule, StateRows, apply_rule
 from offbeat_testing import FakeWeightStream, changed_weights, logprob_errors, reference_model, tiny_model
 
 NUM_LAYERS = 3
@@ -68,6 +69,26 @@ def test_the_rule_is_that_of_its_definition_however_it_is_cut(lengths):
     found = [apply_rule(*part, held) for part in parts]
     torch.testing.assert_close(torch.cat(found, 2).double(), wanted, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(held.double(), last, atol=2e-5, rtol=1e-4)
+
+
+def test_rows_that_are_padded_to_each_other_keep_the_states_of_their_own_tokens(folder):
+    """Rows of 5, 3 and 4 new tokens in one part, of which the second goes on from a state, and each in a part alone."""
+    architecture = read_architecture(folder)
+    rule, draws = DeltaRule(architecture, torch.empty(0)), torch.Generator().manual_seed(0)
+    for tensor in (rule.filters_C1W, rule.log_decay_H, rule.step_bias_H, rule.norm_V):
+        tensor.normal_(generator=draws)
+    shape, counts, is_new = architecture.rule, (5, 3, 4), (True, False, True)
+    width = shape.num_channels + shape.value_width + 2 * shape.num_value_heads
+    inputs = torch.randn(sum(counts), width, generator=draws)
+    together = torch.randn(1, 3, shape.held_size, generator=draws)
+    alone = together.clone()
+    found = rule(inputs, [StateRows(together, slice(0, 3), counts, is_new)], 0)
+    parts = [
+        rule(each, [StateRows(alone, slice(row, row + 1), (len(each),), (is_new[row],))], 0)
+        for row, each in enumerate(inputs.split(counts))
+    ]
+    torch.testing.assert_close(found, torch.cat(parts), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.asyncio
