@@ -121,8 +121,8 @@ def test_what_can_be_replayed_is_and_a_wish_that_cannot_be_is_refused(mixture: P
         settled, said = choose_correction(load_config(file, GrpoConfig, ("--rollout.backend=torch", *words)))
         return settled.rollout.replay_routes, [line for line in said if "replay_routes" in line]
 
-    same = "trainer and engines take the same experts"
-    assert chosen(mixture) == ("auto", [f"rollout.replay_routes = on ({same})"])
+    same = "the trainer takes the experts that engines say tokens took, where both can"
+    assert chosen(mixture) == ("auto", [f"rollout.replay_routes = auto ({same})"])
     assert chosen(mixture, "--rollout.replay_routes=measure")[0] == "measure"
     assert chosen(mixture, "--rollout.replay_routes=off") == chosen(config) == ("off", [])
     silent = "rollout.backend = trtllm does not say which experts tokens took"

@@ -54,8 +54,10 @@ def _choose_replay(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
         raise ConfigError(f"rollout.replay_routes = {wanted}, and {problem}; leave it at auto")
     if problem:
         config = replace(config, rollout=replace(config.rollout, replay_routes="off"))
-    does = "off" if problem else "on" if wanted == AUTO else wanted
-    return config, [f"rollout.replay_routes = {does} ({problem or 'trainer and engines take the same experts'})"]
+    does = "off" if problem else wanted
+    # Neither a build of an engine nor a model's routers are known before the start.
+    why = problem or "the trainer takes the experts that engines say tokens took, where both can"
+    return config, [f"rollout.replay_routes = {does} ({why})"]
 
 
 def _can(group: str, backend: str, what: str) -> bool:

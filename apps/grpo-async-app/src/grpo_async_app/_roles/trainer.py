@@ -129,6 +129,8 @@ class TrainerRole:
         problem = getattr(self._engine, "replay_problem", "the engine does not replay routes")
         if problem and wanted in ("on", "measure"):
             raise ModelError(f"rollout.replay_routes = {wanted}: {problem}; set it to auto or off")
+        if problem and wanted != "off":
+            log_line(f"rollout.replay_routes = {wanted}: the trainer chooses experts itself, as {problem}")
         return wanted != "off" and not problem
 
     def _plan_of(self, part: WeightPart) -> BucketPlan:
