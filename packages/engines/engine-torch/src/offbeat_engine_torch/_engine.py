@@ -16,6 +16,7 @@ from torch import Tensor
 from offbeat_core import (
     ConfigError,
     Floats,
+    Inspection,
     LossFunction,
     Metric,
     Metrics,
@@ -60,6 +61,7 @@ from offbeat_training import (
     idle_micro_batch,
     lora_layers,
     plan_shares,
+    record_points,
     rounds_with_images,
     with_loss_tokens,
     without_lora,
@@ -243,6 +245,20 @@ class TorchTrainEngine(StepCounts):
                     answers.append(answer.float())
         free_gathered(policy.model)
         return answers_of_all(self._ranks, sequences, shares, answers)
+
+    def inspect(self, sequence: TrainSequence, layer: int | None = None) -> Inspection:
+        """Return what the model computes on the way to the log-probabilities of a sequence; see `InspectedTrainEngine`.
+
+        The last token, which predicts nothing, is left out. Under tensor parallel queries and keys are those of the
+        rank, and under context parallel all values are left out.
+
+        Raises:
+            ModelError: the model has no such layer, or names none.
+        """
+        with record_points(self._policy.model.whole, layer) as found:
+            self.logprobs([sequence])
+        num_tokens = len(sequence.ids) - 1  # without one, this was a pack of another rank's
+        return {point: values.numpy() for point, values in found.items() if len(values) == num_tokens}
 
     @property
     def replay_problem(self) -> str:

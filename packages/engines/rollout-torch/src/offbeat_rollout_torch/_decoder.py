@@ -17,6 +17,7 @@ from offbeat_device import StableMemory
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
+from offbeat_rollout_torch._inspection import NO_NOTES, PointNotes
 from offbeat_rollout_torch._layers.delta_rule import DeltaRule
 from offbeat_rollout_torch._layers.experts import Experts
 from offbeat_rollout_torch._layers.linear import Linear, can_pack, is_worth_packing
@@ -265,6 +266,7 @@ def decode_hidden(
     image_inputs: ImageInputs | None = None,
     adapters: Sequence[MatrixUpdate] = (),
     routes: list[Tensor] | None = None,
+    notes: PointNotes = NO_NOTES,
 ) -> Tensor:
     """Run the layers.
 
@@ -277,6 +279,7 @@ def decode_hidden(
         image_inputs: of the images among these tokens.
         adapters: LoRA adapters, each with the tokens that it changes.
         routes: takes, of each layer with experts, [N, K] those of each token.
+        notes: takes what is computed on the way.
 
     Returns:
         [N, hidden] before the last norm.
@@ -285,29 +288,40 @@ def decode_hidden(
     x = F.embedding(ids_N, weights.embedding)
     if image_inputs is not None:
         x.index_copy_(0, image_inputs.placeholders_M, image_inputs.embeds_MH.to(x.dtype))
+    notes.take_inputs(ids_N, attention.positions_N, x)
     if rotations_NC2 is None:
         rotations_NC2 = rotations_PC2.index_select(0, attention.positions_N)
     num_before = {True: 0, False: 0}  # layers with the rule, and with attention: each kind has places of its own
     for index, layer in enumerate(weights.layers):
+        notes.enter(index)
         h = _normed(x, layer.input_norm, a)
+        notes.take("attention input", h)
         qkv, has_rule = _adapted(layer.qkv(h), h, adapters, index, "qkv"), layer.rule is not None
         place, num_before[has_rule] = num_before[has_rule], num_before[has_rule] + 1
         if layer.rule is not None:
             mixed = layer.rule(qkv, attention.state_rows, place)
         else:
-            mixed = _attend(qkv.view(len(x), -1, a.head_dim), rotations_NC2[:, None], attention, place, layer, a)
+            heads = qkv.view(len(x), -1, a.head_dim)
+            mixed = _attend(heads, rotations_NC2[:, None], attention, place, layer, a, notes)
+        notes.take("attention", mixed)
         x = _adapted(layer.out.plus(mixed, x), mixed, adapters, index, "out")
+        notes.take("after attention", x)
         h = _normed(x, layer.mlp_norm, a)
+        notes.take("mlp input", h)
         if layer.experts is not None:
             mixed, chosen = layer.experts(h)
             x = x + mixed
+            notes.take("experts", chosen.sort(-1).values)
+            notes.leave(x)
             if routes is not None:
                 routes.append(chosen)
             continue
         wide = _gated(layer, h, adapters, index)
+        notes.take("activation", wide)
         x = _adapted(layer.down.plus(wide, x), wide, adapters, index, "down")
         if image_inputs is not None and index < len(image_inputs.deeper):
             x.index_add_(0, image_inputs.placeholders_M, image_inputs.deeper[index].to(x.dtype))
+        notes.leave(x)
     return x
 
 
@@ -319,14 +333,22 @@ def _normed(x: Tensor, weight: Tensor, a: Architecture) -> Tensor:
 
 
 def _attend(
-    qkv_NhD: Tensor, rotations_N1C2: Tensor, attention: Attention, place: int, layer: LayerWeights, a: Architecture
+    qkv_NhD: Tensor,
+    rotations_N1C2: Tensor,
+    attention: Attention,
+    place: int,
+    layer: LayerWeights,
+    a: Architecture,
+    notes: PointNotes = NO_NOTES,
 ) -> Tensor:
     """Return the output of attention, [N, H * D]; in families with the rule it is gated."""
     gates = None
     if a.rule is not None:
         gates = qkv_NhD[:, 1 : 2 * a.num_heads : 2]
         qkv_NhD = torch.cat((qkv_NhD[:, : 2 * a.num_heads : 2], qkv_NhD[:, 2 * a.num_heads :]), 1)
+    notes.take_heads(qkv_NhD, turned=False)
     _rotate(qkv_NhD[:, : a.num_heads + a.num_kv_heads], rotations_N1C2, layer, a)
+    notes.take_heads(qkv_NhD, turned=True)
     mixed = attention(place, qkv_NhD)
     return mixed if gates is None else mixed * gates.flatten(1).sigmoid()
 
@@ -348,12 +370,13 @@ def _gated(layer: LayerWeights, h: Tensor, adapters: Sequence[MatrixUpdate], ind
     return F.silu(_adapted(gate, h, adapters, index, "gate")).mul_(_adapted(up, h, adapters, index, "up"))
 
 
-def decode_logits(weights: DecoderWeights, hidden_BH: Tensor) -> Tensor:
+def decode_logits(weights: DecoderWeights, hidden_BH: Tensor, notes: PointNotes = NO_NOTES) -> Tensor:
     """[B, hidden] of the tokens to continue from, to [B, vocabulary] float32."""
-    a = weights.architecture
     assert weights.head is not None
     dtype = weights.head.input_dtype
-    return weights.head.in_float32(_normed(hidden_BH.to(dtype), weights.final_norm.to(dtype), a))
+    normed = _normed(hidden_BH.to(dtype), weights.final_norm.to(dtype), weights.architecture)
+    notes.end(normed)
+    return weights.head.in_float32(normed)
 
 
 def _rotate(qk_NhD: Tensor, rotations_N1C2: Tensor, layer: LayerWeights, a: Architecture) -> None:

@@ -1,7 +1,7 @@
 """The engine as the rest of offbeat sees it: async methods over the worker thread."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self, TypeVar
@@ -16,9 +16,12 @@ from offbeat_core import (
     DataError,
     DeadlineError,
     EngineHealth,
+    Fingerprint,
     Floats,
     GenerateRequest,
     HeldBytes,
+    Ids,
+    Inspection,
     LoraAdapter,
     OnToken,
     PauseMode,
@@ -306,6 +309,21 @@ class TorchRolloutEngine:
         self._check_room(request.request_id, request.longest)
         images = await self._prepare_images(request)
         return await self._call(self._worker.score, request, images)
+
+    async def inspect(
+        self, ids: Ids, layer: int | None = None, *, adapter: str = "", temperature: float = 1.0
+    ) -> Inspection:
+        """See `InspectedEngine`: one sequence alone, uncompiled, in a cache of its own."""
+        longest, num_layers = self._stop_criteria.max_model_len, self._architecture.num_layers
+        if not 0 < len(ids) < longest:
+            raise DataError(f"inspect takes 1 to {longest - 1} tokens (max_model_len - 1), got {len(ids)}")
+        if layer is not None and not 0 <= layer < num_layers:
+            raise DataError(f"layer {layer} was asked for, and the model has layers 0 to {num_layers - 1}")
+        self._check_room("inspect", len(ids) + 1)
+        return await self._call(self._worker.inspect, ids, layer, adapter, temperature)
+
+    async def fingerprints(self, names: Sequence[str]) -> Mapping[str, Fingerprint]:
+        return await self._call(self._worker.fingerprints, names)
 
     async def _prepare_images(self, request: GenerateRequest | ScoreRequest) -> RequestImages | None:
         """Prepare the images, in another thread than that of the event loop."""

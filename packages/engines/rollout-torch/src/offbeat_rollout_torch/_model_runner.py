@@ -25,6 +25,7 @@ from offbeat_rollout_torch._cache import KVCache, Row
 from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode_logits
 from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
+from offbeat_rollout_torch._inspection import NO_NOTES, PointNotes
 from offbeat_rollout_torch._sampling import draw, uniforms
 from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
 from offbeat_rollout_torch._static_rows.decoder import StaticDecoder, StepInFlight
@@ -125,7 +126,13 @@ class ModelRunner:
         if self._static is not None and not self.weights.keeps_addresses:
             self._static.forget()
 
-    def score(self, request: ScoreRequest, images: RequestImages | None = None) -> list[Floats]:
+    def score(
+        self,
+        request: ScoreRequest,
+        images: RequestImages | None = None,
+        adapter: str = "",
+        notes: PointNotes = NO_NOTES,
+    ) -> list[Floats]:
         """Score tokens that others have sampled, in a cache that goes when it is done.
 
         It has the room that the samples leave; where that is too little they give up theirs, and are computed again.
@@ -138,7 +145,7 @@ class ModelRunner:
             self.release_cache()
         room = samples.budget_tokens - samples.allocated_tokens
         cache = KVCache(weights.architecture, room, self._stop_criteria.max_model_len, weights.final_norm)
-        scores = _Scorer(self, cache, images, request.temperature).score(request)
+        scores = _Scorer(self, cache, images, request.temperature, adapter, notes).score(request)
         self.busy_s += time.monotonic() - start_s
         return scores
 
@@ -148,11 +155,15 @@ class ModelRunner:
         attention: Attention,
         ranges: Sequence[TokenRange],
         samples: Sequence[Sample] = (),
+        adapter: str = "",
+        notes: PointNotes = NO_NOTES,
     ) -> Tensor:
-        """[N, hidden] of the tokens of a pass, which lie where `ranges` says and belong to these samples, if any."""
-        uses = [
-            (sample.request.adapter, each.num_tokens) for sample, each in zip(samples, ranges, strict=bool(samples))
-        ]
+        """[N, hidden] of the tokens of a pass, which lie where `ranges` says and belong to these samples.
+
+        Tokens of no sample have the adapter that is named here.
+        """
+        names = [sample.request.adapter for sample in samples] or [adapter] * len(ranges)
+        uses = [(name, each.num_tokens) for name, each in zip(names, ranges, strict=True)]
         routes: list[Tensor] | None = [] if self._notes_routes and samples else None
         hidden = decode_hidden(
             self.weights,
@@ -163,6 +174,7 @@ class ModelRunner:
             image_inputs=gather_image_inputs(ranges, self.weights.tower, self._device),
             adapters=self.adapters.rows(uses, self._device),
             routes=routes,
+            notes=notes,
         )
         if routes:
             ids_NLK = torch.stack(routes, 1).to(torch.int16).cpu().numpy()
@@ -296,10 +308,21 @@ class _Scorer:
         cache: empty; its budget bounds how many continuations are scored together.
         images: of the prompt.
         temperature: of the scores.
+        adapter: of all tokens.
+        notes: takes what is computed on the way.
     """
 
-    def __init__(self, runner: ModelRunner, cache: KVCache, images: RequestImages | None, temperature: float) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        cache: KVCache,
+        images: RequestImages | None,
+        temperature: float,
+        adapter: str,
+        notes: PointNotes,
+    ) -> None:
         self._runner, self._cache, self._images, self._temperature = runner, cache, images, temperature
+        self._adapter, self._notes = adapter, notes
 
     def score(self, request: ScoreRequest) -> list[Floats]:
         prompt = np.asarray(request.prompt_ids).tolist()
@@ -348,7 +371,7 @@ class _Scorer:
         attention = PrefillAttention([chunk for _, chunk in chosen], weights.architecture, weights.final_norm)
         ids = [token for one, chunk in chosen for token in one.ids[: chunk.num_tokens]]
         ranges = [TokenRange(self._images, chunk.row.cached, chunk.num_tokens) for _, chunk in chosen]
-        hidden = self._runner.forward(ids, attention, ranges)
+        hidden = self._runner.forward(ids, attention, ranges, adapter=self._adapter, notes=self._notes)
         targets: list[int] = []
         for one, chunk in chosen:
             targets += one.targets[len(one.logprobs) : len(one.logprobs) + chunk.num_tokens]
@@ -364,7 +387,8 @@ class _Scorer:
         found: list[float] = []
         for start in range(0, len(targets), HEAD_TOKENS):
             wanted = torch.tensor(targets[start : start + HEAD_TOKENS], device=hidden.device)
-            logits = decode_logits(self._runner.weights, hidden[start : start + HEAD_TOKENS]).div_(self._temperature)
+            some = hidden[start : start + HEAD_TOKENS]
+            logits = decode_logits(self._runner.weights, some, self._notes).div_(self._temperature)
             chosen = logits.gather(-1, wanted[:, None])[:, 0]
             # Rounding may lift the difference of two nearly equal numbers above 0.
             found += (chosen - logits.logsumexp(-1)).clamp_(max=0).tolist()

@@ -1,16 +1,21 @@
 """The thread that owns model, cache and samples; others ask it to run a function between two steps."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+import numpy as np
 import torch
 
 from offbeat_core import (
+    LOGPROB,
     ConfigError,
     EngineHealth,
     EngineThread,
+    Fingerprint,
     Floats,
+    Ids,
+    Inspection,
     LoraAdapter,
     OffbeatError,
     PauseMode,
@@ -19,11 +24,13 @@ from offbeat_core import (
     WeightProof,
     WeightStream,
     WeightSyncError,
+    fingerprint,
     new_future,
 )
 from offbeat_device import Device
 from offbeat_rollout_torch._adapters import Adapter
 from offbeat_rollout_torch._images import RequestImages
+from offbeat_rollout_torch._inspection import Notes
 from offbeat_rollout_torch._loading import WeightWriter
 from offbeat_rollout_torch._model_runner import ModelRunner
 from offbeat_rollout_torch._scheduler import RequestState
@@ -129,6 +136,31 @@ class Worker:
         self._refuse_if_unusable()
         self._settle()
         return self._runner.score(request, images)
+
+    def inspect(self, ids: Ids, layer: int | None, adapter: str, temperature: float) -> Inspection:
+        """Run one sequence alone, and return what the engine computes; nothing is sampled meanwhile."""
+        for tag in ("weights", "kv_cache"):
+            self._refuse_asleep(tag)
+        self._refuse_if_unusable()
+        self._settle()
+        notes = Notes(self._runner.weights.architecture, layer)
+        # Each token but the first is scored, and the last is repeated: it goes through the model to be seen.
+        request = ScoreRequest(
+            request_id="inspect",
+            prompt_ids=ids[:1],
+            continuations=(np.append(ids[1:], ids[-1]),),
+            temperature=temperature,
+        )
+        [logprobs] = self._runner.score(request, None, adapter, notes)
+        scored = np.concatenate(([0.0], logprobs[:-1])).astype(np.float32)
+        return {**notes.read(), LOGPROB: scored[:, None]}
+
+    def fingerprints(self, names: Sequence[str]) -> dict[str, Fingerprint]:
+        """Return the fingerprints of the tensors of these names that are here."""
+        self._refuse_asleep("weights")
+        weights = self._runner.weights
+        held = [name for name in names if weights.aliases.get(name, name) in {*weights.parameters, *weights.stacks}]
+        return {name: fingerprint(weights.read(name).float().cpu().numpy()) for name in held}
 
     def abort(self, request_id: str) -> None:
         self._settle()

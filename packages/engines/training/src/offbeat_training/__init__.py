@@ -9,6 +9,7 @@ from offbeat_training._images import (
     NoImages,
     VisionInputs,
 )
+from offbeat_training._inspection import record_points
 from offbeat_training._logprobs import VocabularyPart, logprobs_of_logits, token_logprobs
 from offbeat_training._lora import (
     ADAPTER_FILE,
@@ -128,6 +129,7 @@ __all__ = [
     "plan_packs",
     "plan_shares",
     "random_state",
+    "record_points",
     "rounds_with_images",
     "save_adapter",
     "slices",

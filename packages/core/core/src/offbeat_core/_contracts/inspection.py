@@ -1,0 +1,98 @@
+"""Values that a model computes on the way to its log-probabilities, by the same names in every engine.
+
+They are for comparing two implementations of one model, a layer at a time: what a whole model computes is too large to
+keep. T tokens of one sequence.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Final, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from offbeat_core._contracts.requests import Floats, Ids
+from offbeat_core._contracts.trajectory import TrainSequence
+
+Fingerprint = npt.NDArray[np.float64]
+Inspection = Mapping[str, Floats]
+"""Values by point, each [T, width] float32, tokens in order; in the order in which they are computed. An engine may
+leave out the last token, which predicts none of the sequence."""
+
+TOKEN_IDS: Final = "token ids"
+POSITIONS: Final = "positions"
+EMBEDDING: Final = "embedding"
+FINAL_NORM: Final = "final norm"
+LOGPROB: Final = "log-probability"
+INPUT_POINTS: Final = (TOKEN_IDS, POSITIONS)
+"""[T, 1] each, and [T, axes] the positions of a model whose positions have several."""
+
+LAYER_POINTS: Final = (
+    "attention input",
+    "query projection",
+    "key projection",
+    "value projection",
+    "query",
+    "key",
+    "attention",
+    "after attention",
+    "mlp input",
+    "experts",
+    "activation",
+)
+"""Points within a layer, in order. Inputs are what the norms before attention and MLP give; query and key are
+normalised and turned by position, heads side by side, as the model folder orders a head; `attention` is what the last
+product of the mixer takes, `after attention` the residual stream between attention and MLP; `experts` are those that a
+token took, in ascending order; `activation` is what the last product of a dense MLP takes. An engine leaves out what it
+does not have, or has only in part."""
+
+
+def layer_point(layer: int) -> str:
+    """Return the name of what a layer gives to the next one."""
+    return f"layer {layer}"
+
+
+@runtime_checkable
+class InspectedTrainEngine(Protocol):
+    """A training engine that says what it computes; see `InspectedEngine`."""
+
+    def inspect(self, sequence: TrainSequence, layer: int | None = None) -> Inspection:
+        """Run one sequence; every rank calls it, and the first one's answer counts. Compiled layers run uncompiled."""
+
+
+@runtime_checkable
+class InspectedEngine(Protocol):
+    """A rollout engine that says what it computes. It needs no declaration: a caller looks for the methods."""
+
+    async def inspect(
+        self, ids: Ids, layer: int | None = None, *, adapter: str = "", temperature: float = 1.0
+    ) -> Inspection:
+        """Run one sequence alone, in a cache of its own.
+
+        Args:
+            ids: [T] int32.
+            layer: whose `LAYER_POINTS` are wanted; None: `INPUT_POINTS`, EMBEDDING, `layer_point` of each layer,
+                FINAL_NORM. LOGPROB comes with both: [T, 1] nats of each token after those before it, 0 for the first.
+            adapter: name of a `LoraAdapter` that the engine has been given; "" for none.
+            temperature: of the log-probabilities.
+
+        Raises:
+            DataError: the sequence is longer than the engine takes.
+        """
+
+    async def fingerprints(self, names: Sequence[str]) -> Mapping[str, Fingerprint]:
+        """Return the `fingerprint` of tensors that are served, by Hugging Face name, without those it does not hold."""
+
+
+_NUM_SAMPLED: Final = 64
+
+
+def fingerprint(values: npt.ArrayLike) -> Fingerprint:
+    """[66] float64: sum and sum of squares of a tensor, and elements at even distances (the last one repeated).
+
+    Args:
+        values: of any shape, rounded to the format in which the two sides that are compared hold it.
+    """
+    flat = np.asarray(values, np.float32).reshape(-1)
+    places = np.linspace(0, max(flat.size - 1, 0), _NUM_SAMPLED).astype(np.int64)
+    sampled = flat[places] if flat.size else np.zeros(_NUM_SAMPLED, np.float32)
+    return np.asarray([flat.sum(dtype=np.float64), np.square(flat, dtype=np.float64).sum(), *sampled])
