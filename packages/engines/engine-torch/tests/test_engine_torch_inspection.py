@@ -89,5 +89,5 @@ def test_compiled_layers_are_seen_inside(tmp_path):
 
 def test_a_layer_that_is_not_there_is_refused(tmp_path):
     engine = TorchTrainEngine.create(config(tiny_model(tmp_path, "qwen3")))
-    with pytest.raises(ModelError, match="layer 2 was asked for, and .* has layers 0 to 1"):
+    with pytest.raises(ModelError, match=r"layer 2 was asked for, and .* has layers 0 to 1"):
         engine.inspect(sequence(), 2)

@@ -64,7 +64,7 @@ class Notes(PointNotes):
         if self._here != self._layer:
             return
         a = self._architecture
-        query, key, value = qkv_NhD.split((a.num_heads, a.num_kv_heads, a.num_kv_heads), 1)
+        query, key, value = torch.split(qkv_NhD, [a.num_heads, a.num_kv_heads, a.num_kv_heads], 1)
         if a.rule is not None:  # its heads are in the folder's order, and its projections have gates between heads
             if turned:
                 self._keep("query", query.flatten(1))
