@@ -309,6 +309,11 @@ class Fleet:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
+    async def start_reference(self, model_path: Path) -> ActorHandle:
+        """Start the model that a diagnosis compares with, of the weights in a folder."""
+        spec = self._roles.reference(str(model_path))
+        return await self._launcher.start(spec, deadline_s=self._config.cluster.start_timeout_s)
+
     # ── where it runs ─────────────────────────────────────────────────────────────────────────────────────────────
 
     def places(self) -> list[RolePlace]:

@@ -53,6 +53,11 @@ class RoleSpecs:
             return _with_environment_of(self._config.teacher.backend, spec)
         return self._spec(role, "RewardModelRole")
 
+    def reference(self, model_path: str) -> RoleSpec:
+        """Return the spec of the model of transformers that a diagnosis compares with; it computes on the CPU."""
+        spec = self._spec(RoleName("reference"), "ReferenceRole", model_path=model_path)
+        return replace(spec, shares_cpus=True)
+
     def environment(self, index: int, settings: EnvironmentConfig) -> RoleSpec:
         return self.light(RoleName("environment", index), "EnvironmentRole", settings)
 
@@ -108,6 +113,7 @@ def plan_threads(config: GrpoConfig) -> dict[str, int]:
         "rollout": config.cluster.rollout_threads or shares["rollout-0"],
         "teacher": config.cluster.rollout_threads or shares.get("teacher-0", 1),
         "reward_model": config.cluster.rollout_threads or shares.get("reward_model-0", 1),
+        "reference": config.cluster.trainer_threads or shares["trainer-0"],
     }
 
 

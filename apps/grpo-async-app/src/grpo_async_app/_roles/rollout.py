@@ -13,7 +13,11 @@ from offbeat_core import (
     Completion,
     ConfigError,
     EngineHealth,
+    Fingerprint,
     GenerateRequest,
+    Ids,
+    InspectedEngine,
+    Inspection,
     LoraAdapter,
     PauseMode,
     ReceivingEngine,
@@ -289,6 +293,16 @@ class RolloutRole:
         proof = await self._engine.update_weights(stream, version, adapter=adapter)
         self._adapter = adapter.name
         return proof
+
+    async def inspect(self, ids: Ids, layer: int | None, temperature: float) -> Inspection:
+        """Return what the engine computes of one sequence alone, where it says so; nothing from other engines."""
+        if not isinstance(self._engine, InspectedEngine):
+            return {}
+        return await self._engine.inspect(ids, layer, adapter=self._adapter, temperature=temperature)
+
+    async def fingerprints(self, names: list[str]) -> dict[str, Fingerprint]:
+        """Return the fingerprints of tensors that the engine holds, where it says so."""
+        return dict(await self._engine.fingerprints(names)) if isinstance(self._engine, InspectedEngine) else {}
 
     async def _serve(self) -> None:
         """Let clients in, once there is the policy in training to serve, and not what the model folder holds."""

@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from grpo_async_app._config.critic import CRITIC_FOLDER
@@ -16,6 +18,11 @@ from grpo_async_app._roles.batches import after_a_step, build_batches, without_r
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
+    Fingerprint,
+    Floats,
+    Ids,
+    InspectedTrainEngine,
+    Inspection,
     Metric,
     Metrics,
     ModelError,
@@ -28,6 +35,7 @@ from offbeat_core import (
     WeightPart,
     WeightProof,
     disk_errors,
+    fingerprint,
     load_backend,
     merge_metrics,
 )
@@ -274,6 +282,27 @@ class TrainerRole:
                     self._critic.save(Path(folder) / CRITIC_FOLDER)
             else:
                 self._engine.save_weights(Path(folder))
+
+    # ── diagnosis ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def logprobs(self, sequences: list[TrainSequence]) -> list[Floats]:
+        """Log-probabilities under the weights of now, at the sampler's temperature; see `TrainEngine`."""
+        return self._engine.logprobs(sequences if self._replays else without_routes(sequences))
+
+    def inspect(self, ids: Ids, layer: int | None) -> Inspection:
+        """Return what the engine computes on the way, where it says so; nothing else from other engines."""
+        if not isinstance(self._engine, InspectedTrainEngine):
+            return {}
+        return self._engine.inspect(TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) > 0), layer)
+
+    def fingerprints(self) -> dict[str, Fingerprint]:
+        """Return the fingerprints of all weights, by name, in the format in which engines get them."""
+        dtype = getattr(torch, self._rollout.dtype)
+        found = {}
+        for name, tensor in self._gather("merged"):
+            held = tensor if name in self._in_float32 else tensor.to(dtype)
+            found[name] = fingerprint(held.float().cpu().numpy())
+        return found
 
     def sleep(self, level: int) -> int:
         """Give memory back between updates; the bytes of main memory that are held still."""

@@ -1,0 +1,1 @@
+"""Why trainer and rollout engines give tokens different log-probabilities."""

@@ -1,0 +1,365 @@
+"""From evidence to causes: which of inputs, weights, layers, state and lag makes log-probabilities differ."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final, Literal
+
+import numpy as np
+
+from grpo_async_app._diagnosis.evidence import (
+    Evidence,
+    ExaminedSample,
+    Occasion,
+    PointError,
+    is_beyond_rounding,
+    point_errors,
+)
+from offbeat_core import (
+    EMBEDDING,
+    FINAL_NORM,
+    LAYER_POINTS,
+    POSITIONS,
+    TOKEN_IDS,
+    Fingerprint,
+    Floats,
+    Inspection,
+    layer_point,
+)
+
+Kind = Literal["inputs", "weights", "layers", "state", "lag"]
+Side = Literal["rollout engine", "trainer"]
+
+_SIDES: Final[Mapping[Side, str]] = {"trainer": "trained", "rollout engine": "alone"}
+"""Which of the log-probabilities each computes of a sequence as it is."""
+_PARTS: Final = {
+    "attention input": "the norm before attention",
+    "query projection": "the projection of queries",
+    "key projection": "the projection of keys",
+    "value projection": "the projection of values",
+    "query": "positions or the norm of heads, seen in queries",
+    "key": "positions or the norm of heads, seen in keys",
+    "attention": "attention (mask, scale, window, sinks, gate)",
+    "after attention": "the output projection of attention",
+    "mlp input": "the norm before the MLP",
+    "experts": "routing of experts",
+    "activation": "the activation of the MLP",
+    "output": "the last product of the MLP, or its experts",
+}
+_POSITIONS: Final = {
+    "scaled by 2": (2.0, 0.0),
+    "scaled by 4": (4.0, 0.0),
+    "scaled by 8": (8.0, 0.0),
+    "scaled by 0.5": (0.5, 0.0),
+    "scaled by 0.25": (0.25, 0.0),
+    "all 0": (0.0, 0.0),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One cause.
+
+    Args:
+        kind: of the five.
+        where: the side and the place.
+        text: a sentence.
+        nats: mean |difference| of log-probabilities of a token that it explains.
+    """
+
+    kind: Kind
+    where: str
+    text: str
+    nats: float
+
+
+@dataclass(kw_only=True)
+class Diagnosis:
+    """What was found, and what the figure shows.
+
+    Args:
+        mismatch: mean |trainer's log-probability - the engine's| of a token, nats.
+        rounding: mean of what rounding to both formats explains of it.
+        findings: causes, the largest first.
+        layers: errors by point, for each side that was looked into.
+        notes: what could not be examined.
+    """
+
+    mismatch: float
+    rounding: float
+    findings: list[Finding] = field(default_factory=list)
+    layers: dict[str, list[PointError]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+
+Inspect = Callable[[Side, int | None], Awaitable[tuple[Inspection, Inspection, Inspection]]]
+"""Asks a side, the reference and the rounded reference about one sample."""
+InspectMoved = Callable[[Side, float, float], Awaitable[Inspection]]
+"""Asks the reference about the first layer, with positions scaled and moved."""
+ExplainSampling = Callable[[Sequence[ExaminedSample]], Awaitable[Mapping[str, float]]]
+
+
+async def find_causes(
+    evidence: Evidence, inspect: Inspect, inspect_moved: InspectMoved, explain: ExplainSampling
+) -> Diagnosis:
+    """Name the causes.
+
+    Args:
+        evidence: that was gathered.
+        inspect: asks for values between and within layers.
+        inspect_moved: asks for those of other positions.
+        explain: see `ReferenceRole.sampling_errors`.
+    """
+    samples = evidence.samples
+    sampled, trained = _joined(samples, "sampled"), _joined(samples, "trained")
+    found = Diagnosis(
+        mismatch=_mean(np.abs(sampled - trained)),
+        rounding=_mean(np.hypot(_rounding(samples, "rollout engine"), _rounding(samples, "trainer"))),
+    )
+    found.findings += _template_findings(evidence)
+    wrong_weights = _weight_findings(evidence)
+    for side in _SIDES:
+        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_moved, found)
+    found.findings += await _state_findings(evidence, explain, found.notes)
+    found.findings += _lag_findings(evidence)
+    found.findings.sort(key=lambda finding: -finding.nats)
+    return found
+
+
+def _mean(values: Floats) -> float:
+    return float(values.mean()) if len(values) else 0.0
+
+
+def _joined(samples: Sequence[ExaminedSample], what: str) -> Floats:
+    """[N] of all samples that have it."""
+    parts = [getattr(sample, what) for sample in samples if getattr(sample, what) is not None]
+    return np.concatenate(parts) if parts else np.zeros(0, np.float32)
+
+
+def _rounding(samples: Sequence[ExaminedSample], side: Side) -> Floats:
+    rounded = "rounded_engine" if side == "rollout engine" else "rounded_trainer"
+    rounding: Floats = np.abs(_joined(samples, rounded) - _joined(samples, "reference"))
+    return rounding
+
+
+# ── inputs and weights ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _template_findings(evidence: Evidence) -> list[Finding]:
+    if not evidence.template_changes:
+        return []
+    first = evidence.template_changes[0]
+    text = f"{len(evidence.template_changes)} prompts of the run have other tokens when they are rendered now: {first}"
+    return [Finding(kind="inputs", where="run: chat template", text=text, nats=0.0)]
+
+
+def _weight_findings(evidence: Evidence) -> dict[Side, list[str]]:
+    """Return for each side the tensors that are not what they should be: the saved ones, and the trainer's."""
+    return {
+        "trainer": _differing(evidence.trainer_weights, evidence.saved_weights),
+        "rollout engine": _differing(evidence.engine_weights, evidence.trainer_weights),
+    }
+
+
+def _differing(held: Mapping[str, Fingerprint], wanted: Mapping[str, Fingerprint]) -> list[str]:
+    return [name for name, marks in held.items() if name in wanted and not np.array_equal(marks, wanted[name])]
+
+
+# ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _examine_side(
+    side: Side,
+    samples: Sequence[ExaminedSample],
+    wrong_weights: Sequence[str],
+    inspect: Inspect,
+    inspect_moved: InspectMoved,
+    found: Diagnosis,
+) -> None:
+    """Add what makes a side differ from the reference, if anything does."""
+    values, wanted = _joined(samples, _SIDES[side]), _joined(samples, "reference")
+    if not len(values):
+        found.notes.append(f"the {side} does not say what it computes: its layers were not compared")
+        return
+    nats = _mean(np.abs(values - wanted))
+    if wrong_weights:
+        than = "the trainer" if side == "rollout engine" else "the checkpoint's files"
+        text = f"the {side} holds other weights than {than}: {', '.join(wrong_weights[:3])}"
+        text += f" and {len(wrong_weights) - 3} more" if len(wrong_weights) > 3 else ""
+        found.findings.append(Finding(kind="weights", where=f"{side}: {wrong_weights[0]}", text=text, nats=nats))
+        return
+    if not is_beyond_rounding(values, wanted, _rounding(samples, side)):
+        return
+    outer = await inspect(side, None)
+    finding, layer, errors = _first_outer(side, *outer, nats)
+    found.layers[side] = errors
+    if finding is None and layer is not None:
+        inner = await inspect(side, layer)
+        within = point_errors(*inner, LAYER_POINTS)
+        found.layers[side] = [*errors, *within]
+        finding = await _first_inner(side, layer, within, inner, inspect_moved, nats)
+    found.findings.append(finding or _unlocalised(side, errors, nats))
+
+
+def _unlocalised(side: Side, errors: Sequence[PointError], nats: float) -> Finding:
+    if not errors:
+        text = f"the {side} differs from transformers by {nats:.3g} nats a token, and does not show its layers"
+        return Finding(kind="layers", where=f"{side}: somewhere", text=text, nats=nats)
+    text = (
+        f"the {side} has the hidden states of transformers and other log-probabilities: the head, its scale or soft "
+        "cap, or the temperature"
+    )
+    return Finding(kind="layers", where=f"{side}: head", text=text, nats=nats)
+
+
+def _first_outer(
+    side: Side, found: Inspection, wanted: Inspection, rounded: Inspection, nats: float
+) -> tuple[Finding | None, int | None, list[PointError]]:
+    """Return what differs first between layers: a finding, or the number of the layer that makes it."""
+    for point, what in ((TOKEN_IDS, "tokens"), (POSITIONS, "positions")):
+        if point in found and point in wanted and (where := _first_difference(found[point], wanted[point])) is not None:
+            place, got, right = where
+            text = f"the {side} computes with other {what}: place {place} has {got:g}, where {right:g} is right"
+            return Finding(kind="inputs", where=f"{side}: {what}", text=text, nats=nats), None, []
+    num_layers = sum(layer_point(number) in wanted for number in range(len(wanted)))
+    points = [EMBEDDING, *(layer_point(number) for number in range(num_layers)), FINAL_NORM]
+    errors = point_errors(found, wanted, rounded, points)
+    first = next((each.point for each in errors if each.is_beyond), None)
+    if first is None:
+        return None, None, errors
+    if first in (EMBEDDING, FINAL_NORM):
+        name = "the embedding" if first == EMBEDDING else "the last norm"
+        text = f"the {side} differs first in {name}"
+        return Finding(kind="layers", where=f"{side}: {first}", text=text, nats=nats), None, errors
+    return None, int(first.rpartition(" ")[2]), errors
+
+
+def _first_difference(found: Floats, wanted: Floats) -> tuple[int, float, float] | None:
+    num_tokens = min(len(found), len(wanted))
+    width = min(found.shape[1], wanted.shape[1])
+    places = np.argwhere(found[:num_tokens, :width] != wanted[:num_tokens, :width])
+    if not len(places):
+        return None
+    row, column = places[0]
+    return int(row), float(found[row, column]), float(wanted[row, column])
+
+
+async def _first_inner(
+    side: Side,
+    layer: int,
+    errors: Sequence[PointError],
+    inner: tuple[Inspection, Inspection, Inspection],
+    inspect_moved: InspectMoved,
+    nats: float,
+) -> Finding:
+    """Name the part of a layer that differs first; what no point shows lies after the last one."""
+    first = next((each.point for each in errors if each.is_beyond), "output")
+    part, kind = _PARTS[first], "layers"
+    if first in ("query", "key") and layer == 0:
+        for name, (scale, offset) in _POSITIONS.items():
+            moved = await inspect_moved(side, scale, offset)
+            if not any(each.is_beyond for each in point_errors(inner[0], moved, _shifted(inner, moved), (first,))):
+                part = f"positions {name}"
+                break
+    text = f"the {side} differs first in layer {layer}: {part}"
+    return Finding(kind=kind, where=f"{side}: layer {layer}: {first}", text=text, nats=nats)  # type: ignore[arg-type]
+
+
+def _shifted(inner: tuple[Inspection, Inspection, Inspection], moved: Inspection) -> Inspection:
+    """Return what rounding makes of the moved reference: it errs as far as that of the true positions does."""
+    _, wanted, rounded = inner
+    return {point: moved[point] + (rounded[point] - wanted[point]) for point in moved if point in rounded}
+
+
+# ── state and lag ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _state_findings(evidence: Evidence, explain: ExplainSampling, notes: list[str]) -> list[Finding]:
+    """Compare what the engine reported while it sampled with what it computes of the same tokens alone."""
+    samples = [sample for sample in evidence.samples if sample.alone is not None]
+    if not samples:
+        return []
+    if not evidence.had_other_weights:
+        notes.append("caches were not examined across an update: there is one version of the weights")
+    found = _alike_findings(evidence.samples)
+    by_occasion: dict[Occasion, list[ExaminedSample]] = {}
+    for sample in samples:
+        by_occasion.setdefault(sample.occasion, []).append(sample)
+    beyond = {occasion for occasion, group in by_occasion.items() if _differs_alone(group)}
+    if not beyond:
+        return found
+    differing = [sample for sample in samples if sample.occasion in beyond]
+    nats = _mean(np.abs(_joined(differing, "sampled") - _joined(differing, "alone")))
+    readings = await explain(differing)
+    if beyond == {*by_occasion} and (reading := _best_reading(readings)):
+        text = f"the rollout engine reports log-probabilities of other settings than the run's: {reading}"
+        return [*found, Finding(kind="inputs", where=f"rollout engine: sampling: {reading}", text=text, nats=nats)]
+    what = _describe_state(beyond, {*by_occasion}, differing)
+    text = f"the rollout engine reports other log-probabilities while it samples than for the same tokens alone: {what}"
+    return [*found, Finding(kind="state", where=f"rollout engine: {what.partition(':')[0]}", text=text, nats=nats)]
+
+
+def _differs_alone(samples: Sequence[ExaminedSample]) -> bool:
+    sampled, alone = _joined(samples, "sampled"), _joined(samples, "alone")
+    return is_beyond_rounding(sampled, alone, _rounding(samples, "rollout engine"))
+
+
+def _best_reading(readings: Mapping[str, float]) -> str:
+    """Return the reading of the settings that explains what was reported, where the right one does not."""
+    right = readings.get("as set", 0.0)
+    best = min(readings, key=lambda name: readings[name], default="as set")
+    return best if best != "as set" and readings[best] < 0.1 * right else ""
+
+
+def _describe_state(beyond: set[Occasion], seen: set[Occasion], samples: Sequence[ExaminedSample]) -> str:
+    if beyond == {"before and after the update"}:
+        return "cache of another version: only prompts that it had sampled before the update"
+    if beyond <= {"before and after the update", "once more"}:
+        return "prefix cache: only prompts that it had computed before"
+    if "alone" not in beyond and "alone" in seen:
+        return "batch: only samples that are computed with others"
+    first = np.concatenate([np.abs(each.sampled - each.alone)[:1] for each in samples if each.alone is not None])
+    later = np.concatenate([np.abs(each.sampled - each.alone)[1:] for each in samples if each.alone is not None])
+    if len(later) and first.mean() < 0.1 * later.mean():
+        return (
+            "decoding: the first token is right and later ones are not (cached keys and values, or the step's kernel)"
+        )
+    return "what it reports: all samples, from the first token on"
+
+
+def _alike_findings(samples: Sequence[ExaminedSample]) -> list[Finding]:
+    """Find samples of one prompt that are the same although they were drawn."""
+    seen: dict[bytes, list[bytes]] = {}
+    for sample in samples:
+        if sample.occasion == "with others" and len(sample.ids) - sample.num_prompt >= 4:
+            sampled = sample.ids[sample.num_prompt :].tobytes()
+            seen.setdefault(sample.ids[: sample.num_prompt].tobytes(), []).append(sampled)
+    several = [drawn for drawn in seen.values() if len(drawn) > 1]
+    sure = [abs(float(each.sampled.sum())) < 0.1 for each in samples]  # a model that is sure says the same again
+    if not several or any(len(set(drawn)) > 1 for drawn in several) or all(sure):
+        return []
+    text = "all samples of a prompt are the same: the rollout engine gives each of them the same seed"
+    return [Finding(kind="state", where="rollout engine: seeds", text=text, nats=0.0)]
+
+
+def _lag_findings(evidence: Evidence) -> list[Finding]:
+    """Say how much of the mismatch of the run's own samples comes with lag."""
+    if not evidence.lagged:
+        return []
+    fresh = [_mean(each.errors) for each in evidence.lagged if not each.lag]
+    base = (
+        fresh[0]
+        if fresh
+        else _mean(np.abs(_joined(evidence.samples, "sampled") - _joined(evidence.samples, "trained")))
+    )
+    parts, most = [], 0.0
+    for each in sorted(evidence.lagged, key=lambda tokens: tokens.lag):
+        if each.lag:
+            nats = _mean(each.errors)
+            parts.append(
+                f"lag {each.lag}: {nats:.3g} nats a token, {max(nats - base, 0) / max(nats, 1e-12):.0%} of it lag"
+            )
+            most = max(most, nats - base)
+    if most <= max(base, 1e-3):
+        return []
+    text = f"samples of older weights differ because the policy has moved on ({'; '.join(parts)})"
+    return [Finding(kind="lag", where="run: lag", text=text, nats=most)]

@@ -1,0 +1,336 @@
+"""Gathers evidence: starts trainer, engine and reference, and has the engine sample the run's prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+import torch
+
+from grpo_async_app._config.agent import AgentConfig
+from grpo_async_app._config.sections import GrpoConfig, TeacherConfig
+from grpo_async_app._diagnosis.causes import Diagnosis, Side, find_causes
+from grpo_async_app._diagnosis.evidence import Evidence, ExaminedSample, LaggedTokens, Occasion
+from grpo_async_app._fleet.fleet import Fleet
+from grpo_async_app._preflight.preflight import Preflight
+from grpo_async_app._roles.groups import SampledGroup, load_groups
+from grpo_async_app._run.backend import LOOP_FOLDER
+from grpo_async_app._run.interruption import run_interruptible
+from grpo_async_app._run.log.activity import describe_start, following
+from grpo_async_app._run.session import watched_driver
+from offbeat_actors import ActorHandle, gather_or_cancel
+from offbeat_core import (
+    LOGPROB,
+    ConfigError,
+    Fingerprint,
+    Floats,
+    GenerateRequest,
+    Ids,
+    Inspection,
+    SamplingParams,
+    TrainSequence,
+    fingerprint,
+)
+from offbeat_data import Prompt
+from offbeat_objectives import AlgorithmConfig
+from offbeat_run import doing
+from offbeat_training import TensorFolder, whole_box
+
+_MAX_TOKENS: Final = 128
+"""Sampled of each prompt: two sequences of 4,096 numbers in 128 places and 36 layers are 150 MB."""
+_PER_PROMPT: Final = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examined:
+    """Settings of a diagnosis.
+
+    Args:
+        preflight: of the run as `for_diagnosis` has it.
+        checkpoint: whose weights are examined; None: the model that the run starts from.
+        step: updates done by them.
+        num_samples: of the engine, about.
+        log_folder: takes the logs of the roles.
+    """
+
+    preflight: Preflight
+    checkpoint: Path | None
+    step: int
+    num_samples: int
+    log_folder: Path
+
+    @property
+    def weights(self) -> Path:
+        return self.checkpoint or self.preflight.model.path
+
+
+def for_diagnosis(config: GrpoConfig) -> GrpoConfig:
+    """Return the run with one engine, and without what only judges, teaches, validates or serves.
+
+    Raises:
+        ConfigError: its trainer and engines take turns on one device, or its prompts have turns of others.
+    """
+    if config.cluster.colocate:
+        raise ConfigError(
+            "diagnose has trainer and engine up at once, and cluster.colocate = true lets them take turns: give "
+            "--cluster.colocate false, with devices for both"
+        )
+    return replace(
+        config,
+        teacher=TeacherConfig(),
+        agent=AgentConfig(),
+        environment=type(config.environment)(),
+        algorithm=AlgorithmConfig(),
+        rollout=replace(config.rollout, num_engines=1, serve_port=None, full_sync_every=1),
+        log=replace(config.log, trackers=()),
+        eval=replace(config.eval, every_updates=0, sets={}, score_set=""),
+        profile=replace(config.profile, steps=""),
+    )
+
+
+def examine(asked: Examined) -> Diagnosis:
+    """Start the roles, gather the evidence, and name the causes."""
+    preflight = asked.preflight
+    asked.log_folder.mkdir(parents=True, exist_ok=True)
+    with watched_driver(preflight.config.liveness, asked.log_folder):
+        fleet = Fleet(preflight.run, str(preflight.model.path), asked.log_folder)
+        return run_interruptible(_examine(asked, fleet), fleet.kill)
+
+
+async def _examine(asked: Examined, fleet: Fleet) -> Diagnosis:
+    async with fleet:
+        async with following(lambda: describe_start(fleet.places())):
+            await fleet.start_training(asked.preflight.placement, asked.preflight.num_updates, asked.checkpoint)
+            reference = await fleet.start_reference(asked.weights)
+        examination = _Examination(asked, fleet, reference)
+        evidence = await examination.gather()
+        doing("comparing")
+        return await find_causes(evidence, examination.inspect, examination.inspect_moved, examination.explain)
+
+
+class _Examination:
+    """Calls of the roles.
+
+    Args:
+        asked: settings.
+        fleet: whose trainer and engine are up.
+        reference: the process of transformers' model.
+    """
+
+    def __init__(self, asked: Examined, fleet: Fleet, reference: ActorHandle) -> None:
+        self._asked, self._fleet, self._reference = asked, fleet, reference
+        self._config = config = asked.preflight.config
+        self._deadline_s = config.async_.update_deadline_s
+        [self._engine] = fleet.engines.names
+        self._ids: Ids = np.zeros(0, np.int32)
+
+    # ── gathering ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def gather(self) -> Evidence:
+        """Have the engine sample on four occasions, score what it sampled on all sides, and compare weights."""
+        drawn = await self._sample()
+        samples = await self._score(drawn)
+        self._ids = max((sample.ids for sample in samples), key=len)
+        trainer, saved, engine = await self._fingerprints()
+        return Evidence(
+            samples=samples,
+            lagged=await self._lagged(),
+            engine_weights=engine,
+            trainer_weights=trainer,
+            saved_weights=saved,
+            template_changes=self._template_changes(),
+            had_other_weights=self._has_two_versions,
+        )
+
+    @property
+    def _has_two_versions(self) -> bool:
+        return self._asked.checkpoint is not None and self._asked.step > 0
+
+    async def _sample(self) -> list[tuple[Occasion, Ids, int, Floats]]:
+        """Sample: prompts again after an update of weights; others alone; others together, and these once more."""
+        engines, prompts = self._fleet.engines, self._prompts()
+        third = max(1, len(prompts) // 3)
+        again, alone, together = prompts[:third], prompts[third : 2 * third], prompts[2 * third :]
+        if self._has_two_versions:  # the engine has started with the weights that the run began with
+            for engine in engines.members.values():
+                engine.serves.set()
+            doing("sampling", "under the weights before")
+            await self._draw("before", again)
+        await engines.sync(self._fleet.offer_weights(max(self._asked.step, 1)), interrupt=False)
+        doing("sampling")
+        drawn = [("before and after the update", *one) for one in await self._draw("again", again)]
+        for number, prompt in enumerate(alone):
+            drawn += [("alone", *one) for one in await self._draw(f"alone-{number}", [prompt], num_samples=1)]
+        drawn += [("with others", *one) for one in await self._draw("together", together)]
+        drawn += [("once more", *one) for one in await self._draw("repeated", together)]
+        return drawn  # type: ignore[return-value]
+
+    def _prompts(self) -> list[Prompt]:
+        prompts = [prompt for prompt in self._asked.preflight.prompts.train if not prompt.pictures]
+        if not prompts:
+            raise ConfigError("diagnose compares prompts of text, and all prompts of the run have images")
+        wanted = max(3, self._asked.num_samples // (2 * _PER_PROMPT))
+        return [prompts[index * len(prompts) // wanted % len(prompts)] for index in range(wanted)]
+
+    @property
+    def _params(self) -> SamplingParams:
+        params = self._config.rollout.sampling(self._config.engine.seed)
+        return replace(params, max_tokens=min(params.max_tokens, _MAX_TOKENS))
+
+    async def _draw(
+        self, name: str, prompts: Sequence[Prompt], *, num_samples: int = _PER_PROMPT
+    ) -> list[tuple[Ids, int, Floats]]:
+        """Sample prompts at once: ids of prompt and completion, tokens of the prompt, log-probabilities."""
+        requests = [
+            GenerateRequest(
+                request_id=f"{name}-{number}", prompt_ids=prompt.ids, num_samples=num_samples, params=self._params
+            )
+            for number, prompt in enumerate(prompts)
+        ]
+        calls = [self._fleet.engines.generate(self._engine, request, self._deadline_s) for request in requests]
+        return [
+            (np.concatenate([prompt.ids, one.ids]), len(prompt.ids), one.logprobs)
+            for prompt, completions in zip(prompts, await gather_or_cancel(calls), strict=True)
+            for one in completions
+            if len(one.ids)
+        ]
+
+    async def _score(self, drawn: Sequence[tuple[Occasion, Ids, int, Floats]]) -> list[ExaminedSample]:
+        doing("scoring", "trainer, engine and reference")
+        sequences = [TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= start) for _, ids, start, _ in drawn]
+        trained: list[Floats] = await self._fleet.trainer.call(
+            "logprobs", sequences, returns=list[Floats], deadline_s=self._deadline_s
+        )
+        samples = []
+        for (occasion, ids, start, sampled), scores in zip(drawn, trained, strict=True):
+            alone = (await self._ask("rollout engine", ids, None)).get(LOGPROB)
+            reference = await self._refer(ids, None, "float32")
+            by_engine = await self._refer(ids, None, self._formats["rollout engine"])
+            by_trainer = await self._refer(ids, None, self._formats["trainer"])
+            samples.append(
+                ExaminedSample(
+                    ids=ids,
+                    num_prompt=start,
+                    occasion=occasion,
+                    sampled=sampled,
+                    alone=None if alone is None else alone[start:, 0],
+                    trained=scores[start:],
+                    reference=reference[LOGPROB][start:, 0],
+                    rounded_engine=by_engine[LOGPROB][start:, 0],
+                    rounded_trainer=by_trainer[LOGPROB][start:, 0],
+                )
+            )
+        return samples
+
+    @property
+    def _formats(self) -> dict[Side, str]:
+        return {"rollout engine": self._config.rollout.dtype, "trainer": self._config.engine.dtype}
+
+    async def _fingerprints(self) -> tuple[dict[str, Fingerprint], dict[str, Fingerprint], dict[str, Fingerprint]]:
+        """Of the trainer, of the files, and of the engine; none of an engine that holds other numbers."""
+        doing("comparing weights")
+        marks = dict[str, Fingerprint]
+        trainer: dict[str, Fingerprint] = await self._fleet.trainer.call(
+            "fingerprints", returns=marks, deadline_s=self._deadline_s
+        )
+        saved = {} if self._config.engine.lora_rank else self._saved(list(trainer))
+        if self._config.rollout.weight_format != "dtype":
+            return trainer, saved, {}
+        engine: dict[str, Fingerprint] = await self._fleet.engines.call(
+            self._engine, "fingerprints", list(trainer), returns=marks, deadline_s=self._deadline_s
+        )
+        return trainer, saved, engine
+
+    def _saved(self, names: Sequence[str]) -> dict[str, Fingerprint]:
+        dtype, found = getattr(torch, self._config.rollout.dtype), {}
+        with TensorFolder(self._asked.weights) as reader:
+            reader.stack_experts()
+            for name in names:
+                if name in reader.names:
+                    tensor = reader.read(name, whole_box(reader.shape(name)))
+                    found[name] = fingerprint(tensor.to(dtype).float().numpy())
+        return found
+
+    # ── what the run holds ────────────────────────────────────────────────────────────────────────────────────────
+
+    def _groups(self) -> list[SampledGroup]:
+        """Groups that wait in the checkpoint to be trained on."""
+        folder = self._asked.checkpoint
+        if folder is None or not (folder / LOOP_FOLDER).is_dir():
+            return []
+        return list(load_groups(folder / LOOP_FOLDER).values())
+
+    async def _lagged(self) -> list[LaggedTokens]:
+        groups = [group for group in self._groups() if not group.pictures]
+        pairs = [(group, each) for group in groups for each in group.trajectories][: self._asked.num_samples]
+        if not pairs:
+            return []
+        sequences = [trajectory.to_sequence(group.prompt_ids) for group, trajectory in pairs]
+        scores: list[Floats] = await self._fleet.trainer.call(
+            "logprobs", sequences, returns=list[Floats], deadline_s=self._deadline_s
+        )
+        errors: dict[int, list[Floats]] = {}
+        for (_, trajectory), sequence, scored in zip(pairs, sequences, scores, strict=True):
+            distance, start = np.abs(scored[sequence.loss_mask] - trajectory.logprobs), 0
+            for segment in trajectory.segments:
+                lag = self._asked.step - segment.version
+                errors.setdefault(lag, []).append(distance[start : start + segment.num_tokens])
+                start += segment.num_tokens
+        return [LaggedTokens(lag=lag, errors=np.concatenate(parts)) for lag, parts in sorted(errors.items())]
+
+    def _template_changes(self) -> list[str]:
+        """Prompts of the run that are rendered otherwise now."""
+        prompts, changes = self._asked.preflight.prompts.train, dict[int, str]()
+        for group in self._groups():
+            if not 0 <= group.item < len(prompts) or np.array_equal(prompts[group.item].ids, group.prompt_ids):
+                continue
+            shared = min(len(prompts[group.item].ids), len(group.prompt_ids))
+            differing = np.flatnonzero(prompts[group.item].ids[:shared] != group.prompt_ids[:shared])
+            place = int(differing[0]) if len(differing) else shared
+            changes[group.item] = f"prompt {group.item} differs from token {place} on"
+        return list(changes.values())
+
+    # ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def inspect(self, side: Side, layer: int | None) -> tuple[Inspection, Inspection, Inspection]:
+        """Return the values of a side, of the reference, and of the reference in the side's format."""
+        doing("looking into", side if layer is None else f"{side}, layer {layer}")
+        found = await self._ask(side, self._ids, layer)
+        wanted = await self._refer(self._ids, layer, "float32")
+        return found, wanted, await self._refer(self._ids, layer, self._formats[side])
+
+    async def inspect_moved(self, side: Side, scale: float, offset: float) -> Inspection:
+        del side
+        return await self._refer(self._ids, 0, "float32", scale, offset)
+
+    async def explain(self, samples: Sequence[ExaminedSample]) -> Mapping[str, float]:
+        sequences = [(sample.ids, sample.num_prompt) for sample in samples]
+        reported = [sample.sampled for sample in samples]
+        found: dict[str, float] = await self._reference.call(
+            "sampling_errors", sequences, reported, self._params, returns=dict[str, float], deadline_s=self._deadline_s
+        )
+        return found
+
+    async def _ask(self, side: Side, ids: Ids, layer: int | None) -> Inspection:
+        returns = dict[str, Floats]
+        if side == "trainer":
+            call = self._fleet.trainer.call("inspect", ids, layer, returns=returns, deadline_s=self._deadline_s)
+        else:
+            call = self._fleet.engines.call(
+                self._engine, "inspect", ids, layer, self._temperature, returns=returns, deadline_s=self._deadline_s
+            )
+        found: Inspection = await call
+        return found
+
+    async def _refer(
+        self, ids: Ids, layer: int | None, dtype: str, scale: float = 1.0, offset: float = 0.0
+    ) -> Inspection:
+        args = (ids, layer, dtype, self._temperature, scale, offset)
+        returns = dict[str, Floats]
+        found: Inspection = await self._reference.call("inspect", *args, returns=returns, deadline_s=self._deadline_s)
+        return found
+
+    @property
+    def _temperature(self) -> float:
+        return self._config.rollout.temperature or 1.0
