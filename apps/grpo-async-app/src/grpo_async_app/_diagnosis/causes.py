@@ -45,6 +45,8 @@ _PARTS: Final = {
     "activation": "the activation of the MLP",
     "output": "the last product of the MLP, or its experts",
 }
+_EXPLAINED: Final = 6
+"""Samples that readings of the settings are tried on: each costs dozens of passes."""
 _POSITIONS: Final = {
     "scaled by 2": (2.0, 0.0),
     "scaled by 4": (4.0, 0.0),
@@ -95,12 +97,11 @@ Inspect = Callable[[Side, int | None], Awaitable[tuple[Inspection, Inspection, I
 """Asks a side, the reference and the rounded reference about one sample."""
 InspectMoved = Callable[[Side, float, float], Awaitable[Inspection]]
 """Asks the reference about the first layer, with positions scaled and moved."""
-ExplainSampling = Callable[[Sequence[ExaminedSample]], Awaitable[Mapping[str, float]]]
+Explain = Callable[[Sequence[ExaminedSample], str], Awaitable[Mapping[str, float]]]
+"""Asks the reference which reading of the settings gives log-probabilities that samples hold under a name."""
 
 
-async def find_causes(
-    evidence: Evidence, inspect: Inspect, inspect_moved: InspectMoved, explain: ExplainSampling
-) -> Diagnosis:
+async def find_causes(evidence: Evidence, inspect: Inspect, inspect_moved: InspectMoved, explain: Explain) -> Diagnosis:
     """Name the causes.
 
     Args:
@@ -118,7 +119,7 @@ async def find_causes(
     found.findings += _template_findings(evidence)
     wrong_weights = _weight_findings(evidence)
     for side in _SIDES:
-        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_moved, found)
+        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_moved, explain, found)
     found.findings += await _state_findings(evidence, explain, found.notes)
     found.findings += _lag_findings(evidence)
     found.findings.sort(key=lambda finding: -finding.nats)
@@ -173,6 +174,7 @@ async def _examine_side(
     wrong_weights: Sequence[str],
     inspect: Inspect,
     inspect_moved: InspectMoved,
+    explain: Explain,
     found: Diagnosis,
 ) -> None:
     """Add what makes a side differ from the reference, if anything does."""
@@ -197,6 +199,9 @@ async def _examine_side(
         within = point_errors(*inner, LAYER_POINTS)
         found.layers[side] = [*errors, *within]
         finding = await _first_inner(side, layer, within, inner, inspect_moved, nats)
+    if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], _SIDES[side]))):
+        text = f"the {side} computes log-probabilities of other inputs than the run's: {reading}"
+        finding = Finding(kind="inputs", where=f"{side}: {reading}", text=text, nats=nats)
     found.findings.append(finding or _unlocalised(side, errors, nats))
 
 
@@ -273,7 +278,7 @@ def _shifted(inner: tuple[Inspection, Inspection, Inspection], moved: Inspection
 # ── state and lag ─────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _state_findings(evidence: Evidence, explain: ExplainSampling, notes: list[str]) -> list[Finding]:
+async def _state_findings(evidence: Evidence, explain: Explain, notes: list[str]) -> list[Finding]:
     """Compare what the engine reported while it sampled with what it computes of the same tokens alone."""
     samples = [sample for sample in evidence.samples if sample.alone is not None]
     if not samples:
@@ -289,10 +294,10 @@ async def _state_findings(evidence: Evidence, explain: ExplainSampling, notes: l
         return found
     differing = [sample for sample in samples if sample.occasion in beyond]
     nats = _mean(np.abs(_joined(differing, "sampled") - _joined(differing, "alone")))
-    readings = await explain(differing)
+    readings = await explain(differing[:_EXPLAINED], "sampled")
     if beyond == {*by_occasion} and (reading := _best_reading(readings)):
-        text = f"the rollout engine reports log-probabilities of other settings than the run's: {reading}"
-        return [*found, Finding(kind="inputs", where=f"rollout engine: sampling: {reading}", text=text, nats=nats)]
+        text = f"the rollout engine reports log-probabilities of other inputs than the run's: {reading}"
+        return [*found, Finding(kind="inputs", where=f"rollout engine: {reading}", text=text, nats=nats)]
     what = _describe_state(beyond, {*by_occasion}, differing)
     text = f"the rollout engine reports other log-probabilities while it samples than for the same tokens alone: {what}"
     return [*found, Finding(kind="state", where=f"rollout engine: {what.partition(':')[0]}", text=text, nats=nats)]

@@ -32,7 +32,6 @@ from offbeat_core import (
     TrainSequence,
     fingerprint,
 )
-from offbeat_data import Prompt
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import doing
 from offbeat_training import TensorFolder, whole_box
@@ -133,6 +132,7 @@ class _Examination:
         samples = await self._score(drawn)
         self._ids = max((sample.ids for sample in samples), key=len)
         trainer, saved, engine = await self._fingerprints()
+        begun_with = self._saved(list(trainer), self._asked.preflight.model.path)
         return Evidence(
             samples=samples,
             lagged=await self._lagged(),
@@ -140,7 +140,8 @@ class _Examination:
             trainer_weights=trainer,
             saved_weights=saved,
             template_changes=self._template_changes(),
-            had_other_weights=self._has_two_versions,
+            had_other_weights=self._has_two_versions
+            and any(not np.array_equal(trainer[name], marks) for name, marks in begun_with.items()),
         )
 
     @property
@@ -156,22 +157,32 @@ class _Examination:
             for engine in engines.members.values():
                 engine.serves.set()
             doing("sampling", "under the weights before")
-            await self._draw("before", again)
+            await self._draw("before", again, num_samples=1)
         await engines.sync(self._fleet.offer_weights(max(self._asked.step, 1)), interrupt=False)
         doing("sampling")
-        drawn = [("before and after the update", *one) for one in await self._draw("again", again)]
+        # Single samples: engines may reuse what they hold of a prompt for these, and not for groups.
+        again_drawn = await self._draw("again", again, num_samples=1)
+        drawn = [("before and after the update", *one) for one in again_drawn]
         for number, prompt in enumerate(alone):
             drawn += [("alone", *one) for one in await self._draw(f"alone-{number}", [prompt], num_samples=1)]
         drawn += [("with others", *one) for one in await self._draw("together", together)]
-        drawn += [("once more", *one) for one in await self._draw("repeated", together)]
+        drawn += [("once more", *one) for one in await self._draw("repeated", together, num_samples=1)]
         return drawn  # type: ignore[return-value]
 
-    def _prompts(self) -> list[Prompt]:
-        prompts = [prompt for prompt in self._asked.preflight.prompts.train if not prompt.pictures]
+    def _prompts(self) -> list[Ids]:
+        """Token ids of prompts of the run, each with another second token: no two begin alike.
+
+        What a cache holds of one is then of no use to another, and each occasion shows what it alone does.
+        """
+        prompts = [prompt.ids for prompt in self._asked.preflight.prompts.train if not prompt.pictures]
         if not prompts:
             raise ConfigError("diagnose compares prompts of text, and all prompts of the run have images")
         wanted = max(3, self._asked.num_samples // (2 * _PER_PROMPT))
-        return [prompts[index * len(prompts) // wanted % len(prompts)] for index in range(wanted)]
+        chosen = [prompts[index * len(prompts) // wanted % len(prompts)].copy() for index in range(wanted)]
+        known = np.unique(np.concatenate(chosen))
+        for number, ids in enumerate(chosen):
+            ids[min(1, len(ids) - 1)] = known[number % len(known)]
+        return chosen
 
     @property
     def _params(self) -> SamplingParams:
@@ -179,19 +190,17 @@ class _Examination:
         return replace(params, max_tokens=min(params.max_tokens, _MAX_TOKENS))
 
     async def _draw(
-        self, name: str, prompts: Sequence[Prompt], *, num_samples: int = _PER_PROMPT
+        self, name: str, prompts: Sequence[Ids], *, num_samples: int = _PER_PROMPT
     ) -> list[tuple[Ids, int, Floats]]:
         """Sample prompts at once: ids of prompt and completion, tokens of the prompt, log-probabilities."""
         requests = [
-            GenerateRequest(
-                request_id=f"{name}-{number}", prompt_ids=prompt.ids, num_samples=num_samples, params=self._params
-            )
-            for number, prompt in enumerate(prompts)
+            GenerateRequest(request_id=f"{name}-{number}", prompt_ids=ids, num_samples=num_samples, params=self._params)
+            for number, ids in enumerate(prompts)
         ]
         calls = [self._fleet.engines.generate(self._engine, request, self._deadline_s) for request in requests]
         return [
-            (np.concatenate([prompt.ids, one.ids]), len(prompt.ids), one.logprobs)
-            for prompt, completions in zip(prompts, await gather_or_cancel(calls), strict=True)
+            (np.concatenate([ids, one.ids]), len(ids), one.logprobs)
+            for ids, completions in zip(prompts, await gather_or_cancel(calls), strict=True)
             for one in completions
             if len(one.ids)
         ]
@@ -234,7 +243,7 @@ class _Examination:
         trainer: dict[str, Fingerprint] = await self._fleet.trainer.call(
             "fingerprints", returns=marks, deadline_s=self._deadline_s
         )
-        saved = {} if self._config.engine.lora_rank else self._saved(list(trainer))
+        saved = {} if self._config.engine.lora_rank else self._saved(list(trainer), self._asked.weights)
         if self._config.rollout.weight_format != "dtype":
             return trainer, saved, {}
         engine: dict[str, Fingerprint] = await self._fleet.engines.call(
@@ -242,9 +251,9 @@ class _Examination:
         )
         return trainer, saved, engine
 
-    def _saved(self, names: Sequence[str]) -> dict[str, Fingerprint]:
+    def _saved(self, names: Sequence[str], folder: Path) -> dict[str, Fingerprint]:
         dtype, found = getattr(torch, self._config.rollout.dtype), {}
-        with TensorFolder(self._asked.weights) as reader:
+        with TensorFolder(folder) as reader:
             reader.stack_experts()
             for name in names:
                 if name in reader.names:
@@ -304,9 +313,9 @@ class _Examination:
         del side
         return await self._refer(self._ids, 0, "float32", scale, offset)
 
-    async def explain(self, samples: Sequence[ExaminedSample]) -> Mapping[str, float]:
+    async def explain(self, samples: Sequence[ExaminedSample], what: str) -> Mapping[str, float]:
         sequences = [(sample.ids, sample.num_prompt) for sample in samples]
-        reported = [sample.sampled for sample in samples]
+        reported = [getattr(sample, what) for sample in samples]
         found: dict[str, float] = await self._reference.call(
             "sampling_errors", sequences, reported, self._params, returns=dict[str, float], deadline_s=self._deadline_s
         )

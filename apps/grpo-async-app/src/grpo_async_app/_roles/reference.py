@@ -14,6 +14,8 @@ from offbeat_run import log_line, log_start
 from offbeat_training import record_points
 
 _TEMPERATURES: Final = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+_MOST_LEFT_OUT: Final = 16
+"""Tokens at the beginning of a prompt, of which each number is tried."""
 _PENALTIES: Final = (0.9, 1.05, 1.1, 1.2, 1.3)
 
 
@@ -90,9 +92,29 @@ class ReferenceRole:
         for (ids, num_prompt), found in zip(sequences, reported, strict=True):
             logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
             target = torch.from_numpy(ids[num_prompt:, None]).long()
-            for name, logprobs in _readings(logits, target, ids, num_prompt, params).items():
+            readings = _readings(logits, target, ids, num_prompt, params)
+            for name, prompt in self._other_prompts(ids[:num_prompt]).items():
+                seen = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
+                scaled = seen / (params.temperature or 1.0)
+                readings[name] = scaled.log_softmax(-1).gather(-1, target)[:, 0].numpy()
+            for name, logprobs in readings.items():
                 sums[name] = sums.get(name, 0.0) + float(np.abs(logprobs - found).sum())
         return {name: total / max(sum(map(len, reported)), 1) for name, total in sums.items()}
+
+    def _other_prompts(self, prompt: Ids) -> dict[str, Ids]:
+        """Return prompts that an engine may have read in place of this one."""
+        config = self._model("float32").config.get_text_config()
+        special = {getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        first = {each for each in special if isinstance(each, int)} | {0, 1, 2}
+        found = {
+            f"a token before the prompt ({token})": np.concatenate(([np.int32(token)], prompt)).astype(np.int32)
+            for token in sorted(first)
+        }
+        for number in range(1, min(len(prompt), _MOST_LEFT_OUT + 1)):
+            found[f"the prompt without its first {number} tokens"] = prompt[number:]
+        if len(prompt) > 1:
+            found["the prompt without its last token"] = prompt[:-1]
+        return found
 
     def close(self) -> None:
         log_line("ended")
