@@ -83,6 +83,7 @@ def test_compiled_layers_are_seen_inside(tmp_path):
     engine = TorchTrainEngine.create(config(folder))
     layer = engine._policy.model.decoder.layers[1]
     layer.compile(backend="eager")
+    engine._policy.is_compiled = True
     engine.logprobs([sequence()])
     assert_same(engine.inspect(sequence(), 1), points_of(folder, 1))
 

@@ -255,7 +255,7 @@ class TorchTrainEngine(StepCounts):
         Raises:
             ModelError: the model has no such layer, or names none.
         """
-        with record_points(self._policy.model.whole, layer) as found:
+        with record_points(self._policy.model.whole, layer, is_compiled=self._policy.is_compiled) as found:
             self.logprobs([sequence])
         num_tokens = len(sequence.ids) - 1  # without one, this was a pack of another rank's
         return {point: values.numpy() for point, values in found.items() if len(values) == num_tokens}

@@ -15,14 +15,13 @@ _PROJECTIONS = {"q_proj": "query projection", "k_proj": "key projection", "v_pro
 
 
 @contextmanager
-def record_points(model: Any, layer: int | None) -> Iterator[dict[str, Tensor]]:
+def record_points(model: Any, layer: int | None, *, is_compiled: bool = False) -> Iterator[dict[str, Tensor]]:
     """Record what the forward passes of a model compute while it is open; the last pass stays.
-
-    Layers that run compiled run as they are written meanwhile, so that their parts can be seen.
 
     Args:
         model: of transformers, for text.
         layer: whose `LAYER_POINTS` are recorded; None: what lies between layers.
+        is_compiled: layers run compiled; they run as they are written meanwhile, so that their parts can be seen.
 
     Yields:
         Values by point, [T, width] float32 each, sorted into the order of computation when the block ends. Values that
@@ -44,8 +43,9 @@ def record_points(model: Any, layer: int | None) -> Iterator[dict[str, Tensor]]:
             recorder.between_layers(decoder, layers)
         else:
             recorder.within(layers[layer])
-        with torch.compiler.set_stance("force_eager"):
-            yield found
+        if is_compiled:  # not else: torch would look at each call of the process
+            hooks.enter_context(torch.compiler.set_stance("force_eager"))
+        yield found
     order = {name: place for place, name in enumerate(LAYER_POINTS)}
     for name in sorted(found, key=lambda name: order.get(name, -1)):
         found[name] = found.pop(name)
