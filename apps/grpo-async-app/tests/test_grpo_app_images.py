@@ -5,6 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from string import ascii_letters
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -36,11 +37,16 @@ def figures(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def config(figures: Path, tmp_path: Path) -> Path:
+def family() -> Literal["qwen3_vl", "qwen3_5"]:
+    return "qwen3_vl"
+
+
+@pytest.fixture
+def config(family: Literal["qwen3_vl", "qwen3_5"], figures: Path, tmp_path: Path) -> Path:
     path = tmp_path / "images.toml"
     path.write_text(f"""
 [model]
-path = "{tiny_vision_model(tmp_path / "model")}"
+path = "{tiny_vision_model(tmp_path / "model", family)}"
 [data]
 path = "{figures}"
 eval_path = "{figures}"
@@ -80,6 +86,7 @@ rollout_threads = 1
 
 
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3_vl", "qwen3_5"])
 def test_a_run_trains_on_images_that_both_sides_see_alike(
     forked_main: Callable[[], object], config: Path, tmp_path: Path
 ) -> None:

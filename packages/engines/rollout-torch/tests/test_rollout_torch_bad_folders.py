@@ -12,7 +12,7 @@ from offbeat_rollout_torch import TorchRolloutEngine
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer
 from offbeat_testing import tiny_model
 
-ROTARY = "model.layers.0.self_attn.rotary_emb.inv_freq"
+BESIDE = ("model.layers.0.self_attn.rotary_emb.inv_freq", "mtp.norm.weight")
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ def edit_tensors(folder, change):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "gpt2"}, "supported: qwen3, qwen3_moe, qwen3_5_text, qwen2"),
+        ({"model_type": "gpt2"}, "supported: qwen3, qwen3_moe, qwen3_5, qwen3_5_text, qwen2"),
         ({"hidden_size": None}, "lacks the key 'hidden_size'"),
         ({"hidden_act": "gelu"}, "silu"),
         ({"use_sliding_window": True}, "sliding-window"),
@@ -136,6 +136,6 @@ def test_a_folder_whose_configuration_names_no_end_has_that_of_its_tokenizer(fol
     assert eos_ids_of(folder, tokenizer) == ({tokenizer.token_to_id("<|im_end|>")} if eos else set())
 
 
-def test_what_old_folders_hold_beside_the_weights_is_passed_over(folder):
-    edit_tensors(folder, lambda tensors: tensors.update({ROTARY: tensors["model.norm.weight"].clone()}))
+def test_what_folders_hold_beside_the_weights_is_passed_over(folder):
+    edit_tensors(folder, lambda had: had.update({name: had["model.norm.weight"] + len(name) for name in BESIDE}))
     create(folder)

@@ -18,7 +18,7 @@ from offbeat_core import (
 from offbeat_testing import FakeWeightStream, changed_weights, reference_model, tiny_vision_model
 
 pytestmark = pytest.mark.asyncio
-FAMILIES = [("qwen3_vl", True), ("qwen3_vl", False), ("qwen2_5_vl", True), ("qwen2_5_vl", False)]
+FAMILIES = [(family, tied) for family in ("qwen3_vl", "qwen2_5_vl", "qwen3_5") for tied in (True, False)]
 SIZES = ((40, 56), (33, 70), (24, 24))
 
 
@@ -77,6 +77,11 @@ def qwen3(tmp_path_factory):
     return tiny_vision_model(tmp_path_factory.mktemp("images") / "model")
 
 
+@pytest.fixture(scope="module")
+def hybrid(tmp_path_factory):
+    return tiny_vision_model(tmp_path_factory.mktemp("images") / "model", "qwen3_5", text={"num_hidden_layers": 3})
+
+
 @pytest.mark.parametrize("max_prefill_tokens", [16, 2048])
 async def test_prompts_of_0_1_and_3_images_decode_together(folder, max_prefill_tokens, open_engine):
     """Whole prompts in one step, or cut within images; three samples share what the tower saw."""
@@ -90,12 +95,14 @@ async def test_prompts_of_0_1_and_3_images_decode_together(folder, max_prefill_t
         assert max(yardstick.error(each, completion) for completion in completions) < 1e-4
 
 
-async def test_new_weights_look_again(qwen3, open_engine):
+@pytest.mark.parametrize("model", ["qwen3", "hybrid"])
+async def test_new_weights_look_again(model, request, open_engine):
     """Of a sample that is held, the tokens after an update are those of the new tower."""
-    yardstick = Yardstick(qwen3)
+    folder = request.getfixturevalue(model)
+    yardstick = Yardstick(folder)
     request = ask(yardstick, 1, max_tokens=200)
 
-    async with open_engine(qwen3, max_model_len=256) as engine:
+    async with open_engine(folder, max_model_len=256) as engine:
         task = asyncio.create_task(engine.generate(request))
         while (await engine.health()).num_tokens < 8:
             await asyncio.sleep(0.005)
@@ -110,6 +117,22 @@ async def test_new_weights_look_again(qwen3, open_engine):
     special = np.isin(held.ids, [yardstick.image_id, yardstick.video_id])
     if not special[: held.segments[0].num_tokens + 1].any():
         assert yardstick.error(request, held, held.segments[0].num_tokens) < 1e-4
+
+
+async def test_states_of_prompts_with_images_are_those_of_their_samples(hybrid, open_engine):
+    """Rows join and leave; where there is too little room for all, samples are set back and see their images again."""
+    yardstick = Yardstick(hybrid)
+    lengths = {"a": (1, 2, 40), "b": (0, 1, 5), "c": (3, 2, 12), "d": (2, 1, 60), "e": (1, 1, 3), "f": (0, 2, 30)}
+    requests = [
+        ask(yardstick, num_images, name, num_samples=num_samples, max_tokens=max_tokens, seed=place)
+        for place, (name, (num_images, num_samples, max_tokens)) in enumerate(lengths.items())
+    ]
+    options = {"kv_cache_tokens": 400, "max_prefill_tokens": 48}
+    async with open_engine(hybrid, max_model_len=256, max_running=5, options=options) as engine:
+        found = await asyncio.gather(*map(engine.generate, requests))
+        assert engine._worker._runner.num_prefilled > sum(len(each.prompt_ids) for each in requests), "some came back"
+    for each, completions in zip(requests, found, strict=True):
+        assert max(yardstick.error(each, completion) for completion in completions) < 1e-4
 
 
 async def test_what_was_computed_of_images_is_not_kept_for_other_prompts(qwen3, open_engine):

@@ -11,6 +11,7 @@ from offbeat_recipes import tiny_family
         ("Qwen3-8B", False, "qwen3", False),
         ("Qwen3-VL-8B-Instruct", False, "qwen3_vl", False),
         ("Qwen2.5-VL-3B-Instruct", True, "qwen2_5_vl", False),
+        ("Qwen3.5-9B", False, "qwen3_5", False),
         ("Qwen3-30B-A3B", False, "qwen3", True),
         ("Qwen3-30B-A3B", True, "qwen3_moe", False),
         ("SmolLM2-135M-Instruct", False, "llama", False),

@@ -114,7 +114,7 @@ def tiny_model(
     )
 
 
-TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4"]
+TinyVisionFamily = Literal["qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4"]
 
 VISION_CHAT_TEMPLATE: Final = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{% if m['content'] is string %}{{ m['content'] }}{% else %}"
@@ -135,7 +135,7 @@ def tiny_vision_model(
     spread: float = 0.1,
     seed: int = 0,
 ) -> Path:
-    """Write a random Qwen3-VL, Qwen2.5-VL, Gemma 3 or Gemma 4, float32, with tokenizer and processor.
+    """Write a random Qwen3-VL, Qwen2.5-VL, Qwen3.5, Gemma 3 or Gemma 4, float32, with tokenizer and processor.
 
     A placeholder token stands for 8 x 8 pixels, and an image for 4 to 64 of them; of Gemma 3 for 16, of Gemma 4 for up
     to 70. The processor needs torchvision;

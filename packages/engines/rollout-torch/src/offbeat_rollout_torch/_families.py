@@ -41,6 +41,7 @@ class DecoderFamily:
 FAMILIES: Final = {
     "qwen3": DecoderFamily(qk_norm=True),
     "qwen3_moe": DecoderFamily(qk_norm=True, has_experts=True),
+    "qwen3_5": DecoderFamily(qk_norm=True, has_rule=True, sections=(11, 11, 10), interleaved=True),
     "qwen3_5_text": DecoderFamily(qk_norm=True, has_rule=True),
     "qwen2": DecoderFamily(qkv_bias=True),
     "llama": DecoderFamily(),
@@ -158,6 +159,7 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
     family, heads = FAMILIES[name], config["num_attention_heads"]
     head_dim, rope = config.get("head_dim") or config["hidden_size"] // heads, _rope_parameters(config)
     attention_bias = bool(config.get("attention_bias", False))
+    rotary_dim = int(head_dim * rope.get("partial_rotary_factor", 0.25)) if family.has_rule else 0
     return Architecture(
         family=name,
         vocab_size=config["vocab_size"],
@@ -175,11 +177,12 @@ def _architecture(name: str, config: dict[str, Any], vision: Path | None = None)
         mlp_bias=bool(config.get("mlp_bias", False)),
         rope=rope,
         max_positions=config.get("max_position_embeddings", 2048),
-        axes=_axes(family, rope, head_dim // 2) if vision else (),
+        axes=_axes(family, rope, (rotary_dim or head_dim) // 2) if vision else (),
         vision=vision,
         prefix="model.language_model." if vision else "model.",
         **(_experts(config) if family.has_experts else {}),
-        **(_rule(config, head_dim, rope) if family.has_rule else {}),
+        rotary_dim=rotary_dim,
+        rule=_rule(config) if family.has_rule else None,
     )
 
 
@@ -194,7 +197,7 @@ def _experts(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _rule(config: dict[str, Any], head_dim: int, rope: dict[str, Any]) -> dict[str, Any]:
+def _rule(config: dict[str, Any]) -> RuleShape:
     if not config.get("attn_output_gate", True):
         raise ModelError("rollout-torch needs attn_output_gate = true in a model with the gated delta rule")
     num_layers, every = config["num_hidden_layers"], config.get("full_attention_interval", 4)
@@ -203,7 +206,7 @@ def _rule(config: dict[str, Any], head_dim: int, rope: dict[str, Any]) -> dict[s
     ]
     if len(kinds) != num_layers or set(kinds) - {"linear_attention", "full_attention"}:
         raise ModelError(f"layer_types must say linear_attention or full_attention of {num_layers} layers: {kinds}")
-    shape = RuleShape(
+    return RuleShape(
         num_key_heads=config["linear_num_key_heads"],
         num_value_heads=config["linear_num_value_heads"],
         key_dim=config["linear_key_head_dim"],
@@ -211,7 +214,6 @@ def _rule(config: dict[str, Any], head_dim: int, rope: dict[str, Any]) -> dict[s
         window=config["linear_conv_kernel_dim"],
         is_in_layer=tuple(kind == "linear_attention" for kind in kinds),
     )
-    return {"rule": shape, "rotary_dim": int(head_dim * rope.get("partial_rotary_factor", 0.25))}
 
 
 def _axes(family: DecoderFamily, rope: dict[str, Any], num_pairs: int) -> tuple[int, ...]:

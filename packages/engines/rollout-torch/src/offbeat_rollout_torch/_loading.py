@@ -59,7 +59,8 @@ def load_weights(weights: DecoderWeights, folder: Path, *, as_fp8: bool = False)
     writer = WeightWriter(weights, ModelError, str(folder))
     for path in list_model_files(folder):
         for name, tensor in _tensors(path):
-            if not name.endswith("rotary_emb.inv_freq"):  # old folders stored what the config says already
+            # Old folders stored what the config says already; some have layers for predicting several tokens at once.
+            if not name.endswith("rotary_emb.inv_freq") and not name.startswith("mtp."):
                 tensor = _rounded(name, tensor) if as_fp8 else tensor
                 writer.write(_named(name, weights.architecture.prefix), tensor)
     writer.finish()

@@ -13,7 +13,7 @@ from typing import Any, Final
 from offbeat_data import ARITHMETIC_ALPHABET, build_character_tokenizer
 from offbeat_run import doing
 
-SEEING: Final = ("qwen3_vl", "qwen2_5_vl", "gemma3", "gemma4")
+SEEING: Final = ("qwen3_vl", "qwen2_5_vl", "qwen3_5", "gemma3", "gemma4")
 """Families with a vision tower that can be made here."""
 MAX_IMAGE_TOKENS: Final = 16
 SQUARE_PX: Final = 8
@@ -45,6 +45,7 @@ _CHAT_TEMPLATE: Final = (
 )
 _FAMILY_OF_NAME: Final = {
     "qwen3-vl": "qwen3_vl",
+    "qwen3.5": "qwen3_5",
     "qwen2.5-vl": "qwen2_5_vl",
     "qwen2-vl": "qwen2_vl",
     "-a3b": "qwen3_moe",
@@ -60,6 +61,7 @@ _LANGUAGE_HALF: Final = {
     "qwen3_vl_moe": "qwen3_moe",
     "qwen2_5_vl": "qwen2",
     "qwen2_vl": "qwen2",
+    "qwen3_5": "qwen3_5_text",
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
 }
@@ -73,7 +75,7 @@ _DENSE: Final = {
     "gemma4": "qwen3_vl",
 }
 """Families that the embedded engines do not take, and the nearest that they do."""
-_DECODED: Final = ("qwen3", "qwen2", "llama", "qwen3_vl", "qwen2_5_vl")
+_DECODED: Final = ("qwen3", "qwen2", "llama", "qwen3_5_text", "qwen3_vl", "qwen2_5_vl", "qwen3_5")
 
 
 def tiny_family(model_path: str, *, has_experts: bool, can_see: bool) -> tuple[str, str]:
@@ -231,7 +233,10 @@ def _text_settings(tokenizer: Any, family: str) -> dict[str, Any]:
                 "use_bidirectional_attention": "vision",
             }
             settings["vocab_size_per_layer_input"] = settings["vocab_size"]
-    elif family == "qwen3_5_text":
+    elif family in ("qwen3_5", "qwen3_5_text"):
+        if family == "qwen3_5":
+            part = {"partial_rotary_factor": 0.5, "mrope_section": [4, 2, 2], "mrope_interleaved": True}
+            settings["rope_parameters"] = {**rope, **part}
         settings |= {
             "full_attention_interval": 2,
             "linear_num_key_heads": 2,
@@ -256,6 +261,7 @@ def _tower_settings(family: str) -> dict[str, Any]:
         return {"patch_size": _PATCH_PX, **shape, **own_side}
     own: dict[str, dict[str, Any]] = {
         "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
+        "qwen3_5": {"num_position_embeddings": 64},
         # Windows of 4 x 4 patches: an image has several, and parts of some.
         "qwen2_5_vl": {"window_size": 4 * _PATCH_PX, "fullatt_block_indexes": [1]},
     }
@@ -283,7 +289,7 @@ def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens
     if find_spec("torchvision") is None:
         transformers.Qwen2VLImageProcessorPil(size=size, **_PATCHES).save_pretrained(folder)
         return
-    name, videos = {"qwen3_vl": ("Qwen3VL", "Qwen3VL"), "qwen2_5_vl": ("Qwen2_5_VL", "Qwen2VL")}[family]
+    name, videos = ("Qwen2_5_VL", "Qwen2VL") if family == "qwen2_5_vl" else ("Qwen3VL", "Qwen3VL")
     getattr(transformers, f"{name}Processor")(
         image_processor=transformers.Qwen2VLImageProcessor(size=size, **_PATCHES),
         tokenizer=tokenizer,
