@@ -11,7 +11,7 @@ from grpo_async_app._diagnosis.examine import Examined, examine, for_diagnosis
 from grpo_async_app._diagnosis.report import describe, to_json
 from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import ConfigError, atomic_write, load_config, user_path
-from offbeat_run import Checkpoint, CommandWords, RunFolder, print_text, refuse_foreign_run, whole_number
+from offbeat_run import Checkpoint, CommandWords, RunFolder, print_text, refuse_foreign_run, whole_number, write_report
 
 _NUM_SAMPLES: Final = 24
 _FORMATS: Final = ("text", "json")
@@ -48,6 +48,7 @@ def diagnose_command(words: CommandWords, target: str) -> int:
         if is_run:
             with atomic_write(Path(place) / "diagnosis.json") as file:
                 json.dump(to_json(found), file, indent=1)
+            write_report(path)
     print_text(json.dumps(to_json(found), indent=1) if style == "json" else describe(found))
     return FOUND if found.findings else 0
 

@@ -30,7 +30,7 @@ Kind = Literal["inputs", "weights", "layers", "state", "lag"]
 Side = Literal["rollout engine", "trainer"]
 
 _SIDES: Final[Mapping[Side, str]] = {"trainer": "trained", "rollout engine": "alone"}
-"""Which of the log-probabilities each computes of a sequence as it is."""
+"""Log-probabilities that each side computes of a sequence as it is, by their name in `ExaminedSample`."""
 _PARTS: Final = {
     "attention input": "the norm before attention",
     "query projection": "the projection of queries",

@@ -18,9 +18,9 @@ others, and right after such a batch."""
 FLOOR_NATS: Final = 2e-4
 """Two kernels of float32 differ by less, also where `rounded` and `reference` are the same numbers."""
 _TIMES: Final = 3.0
-"""How often as large as rounding an error must be: two engines round at different places, and 1.4 is expected."""
+"""Multiple of rounding from which an error counts: two engines round at different places, and 1.4 is expected."""
 FLOOR_SHARE: Final = 2e-4
-"""Of the size of a hidden state, likewise."""
+"""Share of the size of a hidden state, likewise."""
 
 
 @dataclass(frozen=True, kw_only=True)

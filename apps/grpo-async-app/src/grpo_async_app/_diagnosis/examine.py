@@ -237,7 +237,7 @@ class _Examination:
         return {"rollout engine": self._config.rollout.dtype, "trainer": self._config.engine.dtype}
 
     async def _fingerprints(self) -> tuple[dict[str, Fingerprint], dict[str, Fingerprint], dict[str, Fingerprint]]:
-        """Of the trainer, of the files, and of the engine; none of an engine that holds other numbers."""
+        """Return those of the trainer, the files and the engine; none of an engine that holds other numbers."""
         doing("comparing weights")
         marks = dict[str, Fingerprint]
         trainer: dict[str, Fingerprint] = await self._fleet.trainer.call(

@@ -5,7 +5,7 @@ from typing import Any
 from grpo_async_app._diagnosis.causes import Diagnosis
 
 _ROWS = 12
-"""Of the table: points around the first that is beyond the band."""
+"""Points of the table, around the first that is beyond the band."""
 
 
 def conclude(found: Diagnosis) -> str:

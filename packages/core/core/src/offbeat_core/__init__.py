@@ -31,7 +31,6 @@ from offbeat_core._config.text import dump_config, explain, list_settings, toml_
 from offbeat_core._contracts.inspection import (
     EMBEDDING,
     FINAL_NORM,
-    INPUT_POINTS,
     LAYER_POINTS,
     LOGPROB,
     POSITIONS,
@@ -185,7 +184,6 @@ __all__ = [
     "DIGEST_SUFFIX",
     "EMBEDDING",
     "FINAL_NORM",
-    "INPUT_POINTS",
     "INSTALL_LINES",
     "LAYER_POINTS",
     "LOGPROB",

@@ -43,6 +43,7 @@ from offbeat_run._metrics.trackers import check_trackers, tracker_notices
 from offbeat_run._publish.card import model_card
 from offbeat_run._publish.push import PushError, check_destination, push, push_command
 from offbeat_run._report.compare import write_comparison
+from offbeat_run._report.page import write_report
 from offbeat_run._train_command import load_to_train
 from offbeat_run._validation.estimates import pass_at_k
 from offbeat_run._validation.folder import EvalFolder
@@ -153,5 +154,6 @@ __all__ = [
     "whole_number",
     "write_comparison",
     "write_first_config",
+    "write_report",
     "writer_of",
 ]

@@ -45,7 +45,7 @@ class MismatchAlarm:
         return (
             f"mismatch alarm {self._since}: trainer and rollout engines differ by {value:.3g} nats (99th "
             f"percentile of |log r|, {ALARM_METRIC}) on tokens sampled by the very weights in training; "
-            f"{self._names_bound}Possible causes: {_CAUSES}"
+            f"{self._names_bound}`grpo-async-app diagnose RUN` names the cause. Possible causes: {_CAUSES}"
         )
 
     def _take(self, update: int, value: float) -> None:

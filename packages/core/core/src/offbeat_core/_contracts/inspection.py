@@ -23,8 +23,7 @@ POSITIONS: Final = "positions"
 EMBEDDING: Final = "embedding"
 FINAL_NORM: Final = "final norm"
 LOGPROB: Final = "log-probability"
-INPUT_POINTS: Final = (TOKEN_IDS, POSITIONS)
-"""[T, 1] each, and [T, axes] the positions of a model whose positions have several."""
+"""Points that lie between layers. Token ids are [T, 1], positions too, or [T, axes] where they have several."""
 
 LAYER_POINTS: Final = (
     "attention input",
@@ -70,8 +69,8 @@ class InspectedEngine(Protocol):
 
         Args:
             ids: [T] int32.
-            layer: whose `LAYER_POINTS` are wanted; None: `INPUT_POINTS`, EMBEDDING, `layer_point` of each layer,
-                FINAL_NORM. LOGPROB comes with both: [T, 1] nats of each token after those before it, 0 for the first.
+            layer: whose `LAYER_POINTS` are wanted; None: what lies between layers, TOKEN_IDS to FINAL_NORM
+                with `layer_point` of each. LOGPROB comes with both: [T, 1] nats of each token, 0 for the first.
             adapter: name of a `LoraAdapter` that the engine has been given; "" for none.
             temperature: of the log-probabilities.
 

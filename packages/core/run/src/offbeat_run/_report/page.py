@@ -15,6 +15,7 @@ from offbeat_run._folder.sessions import read_sessions
 from offbeat_run._log.run_log import read_alarms
 from offbeat_run._metrics.series import read_run_metrics
 from offbeat_run._report.assets import asset, page_template
+from offbeat_run._report.diagnosis import read_diagnosis
 from offbeat_run._report.figures import Constant, Figure, figure_json, metric_figures
 from offbeat_run._report.items import item_tables
 from offbeat_run._report.plots import GROUPS
@@ -64,6 +65,7 @@ def _page(run: RunFolder) -> str:
         summary=summary,
         alarms=read_alarms(run, damaged)[-_MAX_ALARMS:],
         changes=compare_ends(metrics),
+        diagnosis=read_diagnosis(run, damaged),
         groups=groups,
         figures_json=_script_json(figure_json(ordered)),
         items=item_tables(run, damaged),
