@@ -15,12 +15,12 @@ from offbeat_run import Checkpoint, CommandWords, RunFolder, print_text, refuse_
 
 _NUM_SAMPLES: Final = 24
 _FORMATS: Final = ("text", "json")
-FOUND: Final = 1
+FOUND: Final = 5
 """Exit code where a cause was found."""
 
 
 def diagnose_command(words: CommandWords, target: str) -> int:
-    """Name what makes log-probabilities of a run differ: 0 where nothing does, 1 where a cause was found."""
+    """Name what makes log-probabilities of a run differ; 0 where nothing does, FOUND where a cause was found."""
     style = words.options.get("format", "text")
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")

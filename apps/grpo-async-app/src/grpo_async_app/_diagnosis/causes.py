@@ -178,10 +178,11 @@ async def _examine_side(
     found: Diagnosis,
 ) -> None:
     """Add what makes a side differ from the reference, if anything does."""
-    values, wanted = _joined(samples, _SIDES[side]), _joined(samples, "reference")
-    if not len(values):
-        found.notes.append(f"the {side} does not say what it computes: its layers were not compared")
-        return
+    held = _SIDES[side]
+    if held == "alone" and any(sample.alone is None for sample in samples):
+        found.notes.append(f"the {side} does not say what it computes: what it reported was compared instead")
+        held = "sampled"
+    values, wanted = _joined(samples, held), _joined(samples, "reference")
     nats = _mean(np.abs(values - wanted))
     if wrong_weights:
         than = "the trainer" if side == "rollout engine" else "the checkpoint's files"
@@ -199,7 +200,7 @@ async def _examine_side(
         within = point_errors(*inner, LAYER_POINTS)
         found.layers[side] = [*errors, *within]
         finding = await _first_inner(side, layer, within, inner, inspect_moved, nats)
-    if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], _SIDES[side]))):
+    if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], held))):
         text = f"the {side} computes log-probabilities of other inputs than the run's: {reading}"
         finding = Finding(kind="inputs", where=f"{side}: {reading}", text=text, nats=nats)
     found.findings.append(finding or _unlocalised(side, errors, nats))

@@ -1,0 +1,92 @@
+"""Causes from evidence, where no process is needed: lag, templates, and engines that do not show their layers."""
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from grpo_async_app._diagnosis.causes import Diagnosis, find_causes
+from grpo_async_app._diagnosis.evidence import Evidence, ExaminedSample, LaggedTokens, is_beyond_rounding
+from grpo_async_app._diagnosis.report import conclude, describe, to_json
+
+NUM_TOKENS = 40
+
+
+def sample(seed: int, **values: Any) -> ExaminedSample:
+    """One on which all agree, but for what is given."""
+    rng = np.random.default_rng(seed)
+    right = -rng.exponential(1.0, NUM_TOKENS).astype(np.float32)
+    names = ("sampled", "alone", "trained", "reference", "rounded_engine", "rounded_trainer")
+    ids = rng.integers(3, 300, NUM_TOKENS + 8).astype(np.int32)
+    made = ExaminedSample(ids=ids, num_prompt=8, occasion="alone", **dict.fromkeys(names, right))
+    return replace(made, **{name: None if by is None else right + np.float32(by) for name, by in values.items()})
+
+
+def find(**evidence: Any) -> Diagnosis:
+    async def nothing(*_: object) -> Any:
+        return {}
+
+    async def shows_nothing(*_: object) -> Any:
+        return {}, {}, {}
+
+    settings = {"samples": [sample(seed) for seed in range(4)], "had_other_weights": True, **evidence}
+    return asyncio.run(find_causes(Evidence(**settings), shows_nothing, nothing, nothing))
+
+
+def test_sides_that_agree_have_no_cause() -> None:
+    found = find()
+    assert (found.findings, found.notes) == ([], [])
+    assert conclude(found).startswith("no cause found")
+
+
+def test_lag_is_what_the_samples_of_the_run_have_beyond_fresh_ones() -> None:
+    lagged = [
+        LaggedTokens(lag=lag, errors=np.full(50, nats, np.float32)) for lag, nats in ((0, 0.01), (1, 0.11), (3, 0.5))
+    ]
+    [finding] = find(lagged=lagged).findings
+    assert (finding.kind, finding.where) == ("lag", "run: lag")
+    assert finding.nats == pytest.approx(0.49, abs=1e-3)
+    assert "lag 1: 0.11 nats a token, 91% of it lag" in finding.text
+    assert find(lagged=lagged[:1]).findings == []
+
+
+def test_an_engine_that_does_not_show_itself_is_examined_by_the_trainer_alone() -> None:
+    found = find(samples=[sample(seed, alone=None, trained=0.3) for seed in range(4)])
+    assert found.findings[0].where == "trainer: somewhere"
+    assert found.notes == ["the rollout engine does not say what it computes: its layers were not compared"]
+
+
+def test_another_template_is_named_with_the_first_prompt() -> None:
+    [finding] = find(template_changes=["prompt 3 differs from token 5 on", "prompt 4 differs from token 5 on"]).findings
+    assert (finding.kind, finding.where) == ("inputs", "run: chat template")
+    assert "2 prompts" in finding.text
+    assert "prompt 3 differs from token 5 on" in finding.text
+
+
+def test_one_version_of_the_weights_is_noted() -> None:
+    assert find(had_other_weights=False).notes == [
+        "caches were not examined across an update: there is one version of the weights"
+    ]
+
+
+def test_rounding_and_what_exceeds_it() -> None:
+    rng = np.random.default_rng(0)
+    wanted = -rng.exponential(1.0, 500).astype(np.float32)
+    noise = rng.standard_normal((2, 500)).astype(np.float32) * np.float32(0.02)
+    rounding = np.abs(noise[0])
+    assert not is_beyond_rounding(wanted + noise[1], wanted, rounding)
+    assert not is_beyond_rounding(wanted + 2 * noise[1], wanted, rounding)
+    assert is_beyond_rounding(wanted + 5 * noise[1], wanted, rounding)
+    few = wanted.copy()
+    few[::8] += 0.5  # one token of eight
+    assert is_beyond_rounding(few, wanted, rounding)
+    assert not is_beyond_rounding(wanted[:0], wanted[:0], rounding[:0])
+
+
+def test_text_and_json_hold_every_cause() -> None:
+    found = find(samples=[sample(seed, trained=0.3, alone=0.1) for seed in range(4)])
+    assert [each["where"] for each in to_json(found)["findings"]] == [each.where for each in found.findings]
+    text = describe(found)
+    assert all(each.text in text for each in found.findings)
