@@ -52,10 +52,10 @@ def test_lag_is_what_the_samples_of_the_run_have_beyond_fresh_ones() -> None:
     assert find(lagged=lagged[:1]).findings == []
 
 
-def test_an_engine_that_does_not_show_itself_is_examined_by_the_trainer_alone() -> None:
-    found = find(samples=[sample(seed, alone=None, trained=0.3) for seed in range(4)])
-    assert found.findings[0].where == "trainer: somewhere"
-    assert found.notes == ["the rollout engine does not say what it computes: its layers were not compared"]
+def test_an_engine_that_does_not_show_itself_is_examined_by_what_it_reports() -> None:
+    found = find(samples=[sample(seed, alone=None, sampled=0.3) for seed in range(4)])
+    assert [each.where for each in found.findings] == ["rollout engine: somewhere"]
+    assert found.notes == ["the rollout engine does not say what it computes: what it reported was compared instead"]
 
 
 def test_another_template_is_named_with_the_first_prompt() -> None:

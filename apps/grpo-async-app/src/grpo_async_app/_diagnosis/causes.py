@@ -76,7 +76,7 @@ class Finding:
 
 @dataclass(kw_only=True)
 class Diagnosis:
-    """What was found, and what the figure shows.
+    """The outcome: causes, and the errors that a figure shows.
 
     Args:
         mismatch: mean |trainer's log-probability - the engine's| of a token, nats.

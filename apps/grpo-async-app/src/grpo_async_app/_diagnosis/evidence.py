@@ -84,7 +84,7 @@ class PointError:
 
 @dataclass(frozen=True, kw_only=True)
 class Evidence:
-    """What was seen.
+    """Everything that was seen.
 
     Args:
         samples: of the engine that was started for the diagnosis.
