@@ -272,6 +272,10 @@ def verdict(**more: object) -> Verdict:
         ("abort", verdict(due_in_s=-1.0), False),  # torch itself comes first
         ("abort", verdict(due_in_s=-6.0), True),
         ("abort", verdict(kind="straggler", due_in_s=-600.0), False),
+        ("replace", verdict(certainty="proof"), True),  # of what no new process mends
+        ("replace", verdict(certainty="proof", fate="killed"), False),
+        ("replace", verdict(certainty="proof", fate="killed", due_in_s=-6.0), True),
+        ("abort", verdict(certainty="proof", fate="killed"), True),
         ("strict", verdict(), True),
         ("strict", verdict(kind="straggler"), False),
     ],

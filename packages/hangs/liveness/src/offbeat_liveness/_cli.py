@@ -10,7 +10,7 @@ import time
 from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Final
+from typing import Final, get_args
 
 from offbeat_liveness import _dumps
 from offbeat_liveness._diagnosis import find_verdict
@@ -20,7 +20,7 @@ from offbeat_liveness._network.job_store import WORKER
 from offbeat_liveness._printable import printable
 from offbeat_liveness._process.proc import HOST, pid_state
 from offbeat_liveness._process.snapshot import ProcessSnapshot, to_data
-from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, LivenessError, read_settings
+from offbeat_liveness._settings import DIRECTORY, POLICY, STALL_AFTER, LivenessError, Policy, read_settings
 from offbeat_liveness._watch import watch, watch_when_needed
 
 USAGE_ERROR: Final = 2
@@ -117,9 +117,7 @@ def _state(head: ProcessSnapshot) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `run`; everything after the script belongs to the script."""
     parser.add_argument("--stall-after-s", type=float, help=f"default: {STALL_AFTER}, else 60")
-    parser.add_argument(
-        "--policy", choices=("report", "abort", "strict"), help=f"default: {POLICY}, else {DEFAULT_POLICY}"
-    )
+    parser.add_argument("--policy", choices=get_args(Policy), help=f"default: {POLICY}, else {DEFAULT_POLICY}")
     parser.add_argument("--directory", help=f"where dumps go; default: {DIRECTORY}, else none are written")
     parser.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module's name")
     parser.add_argument("script", metavar="SCRIPT")

@@ -39,8 +39,9 @@ NUM_LOOKS: Final = 3
 """So many looks in a row must find the same proof: heads are not read at one instant."""
 MAX_LOOKS: Final = 7
 JOIN_THREADS_S: Final = 3.0
-REPLACED_BY_AGENTS: Final = ("killed", "crashed", "raised")
-"""Ends of a process after which torchrun's agents on several hosts form the group anew, by themselves."""
+REPLACED: Final = ("killed", "crashed", "raised")
+"""Ends of a process after which torchrun's agents on several hosts, or the supervisor of policy "replace", form the
+group anew."""
 JOIN_S: Final = 0.05
 JOIN_AT_ONCE_S: Final = 2.0
 FELLOWS_S: Final = 0.3  # for others that fail for the same reason
@@ -62,7 +63,7 @@ def must_end(verdict: Verdict, policy: Policy) -> bool:
     if policy == "report" or not verdict.may_end:
         return False
     is_due = verdict.due_in_s is not None and verdict.due_in_s <= -LATE_S
-    if is_elastic(os.environ) and verdict.fate in REPLACED_BY_AGENTS:
+    if (policy == "replace" or is_elastic(os.environ)) and verdict.fate in REPLACED:
         return is_due
     return verdict.is_proof or is_due or policy == "strict"
 

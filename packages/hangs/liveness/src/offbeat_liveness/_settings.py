@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal, cast, get_args
 
-Policy = Literal["report", "abort", "strict"]
+Policy = Literal["report", "abort", "replace", "strict"]
 STALL_AFTER: Final = "OFFBEAT_STALL_AFTER_S"
 DIRECTORY: Final = "OFFBEAT_LIVENESS_DIR"
 POLICY: Final = "OFFBEAT_LIVENESS_POLICY"
@@ -27,7 +27,9 @@ class Settings:
     Args:
         stall_after_s: a wait this long is looked into, > 0.
         policy: "report" says what is stuck; "abort" also ends every process, with exit code 4, once a hang is proved,
-            or suspected and the timeout of what is waited in is over; "strict" ends it on a suspicion too.
+            or suspected and the timeout of what is waited in is over; "replace" does so too, but for a process that has
+            ended, whose place a supervisor gives to another one, it waits for that timeout; "strict" ends every process
+            on a suspicion too.
         directory: where dumps are written; none without it.
         name: of this process; "" means "rank N" once the rank is known.
         grace_s: how long a process that stands in no wait may keep running when a run is ended, >= 0.

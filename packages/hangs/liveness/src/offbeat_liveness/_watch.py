@@ -106,7 +106,8 @@ def watch(
     Args:
         stall_after_s: a wait this long is looked into; default OFFBEAT_STALL_AFTER_S, else 60.
         policy: "report" says what is stuck; "abort" also ends this process with exit code 4 on a proof, and on a
-            suspicion once the timeout of what is waited in is over; "strict" on a suspicion too. Default
+            suspicion once the timeout of what is waited in is over; "replace" does too, but waits for that timeout
+            where another process has ended, which will be replaced; "strict" on a suspicion too. Default
             OFFBEAT_LIVENESS_POLICY, else "report".
         directory: folder for dumps; default OFFBEAT_LIVENESS_DIR, else none are written.
         name: of this process, such as "trainer-0"; by its rank without it.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from offbeat_core import load_lazily
 
 if TYPE_CHECKING:
-    from offbeat_mesh._calls import break_off
+    from offbeat_mesh._calls import break_off, interrupt_calls
     from offbeat_mesh._group import Group, ReduceOp
     from offbeat_mesh._guard import Guard
     from offbeat_mesh._layout import Layout
@@ -26,6 +26,7 @@ __all__ = [
     "World",
     "break_off",
     "current_world",
+    "interrupt_calls",
     "join_world",
     "open_rendezvous",
     "open_store",
@@ -34,7 +35,7 @@ __all__ = [
 __getattr__, __dir__ = load_lazily(
     __name__,
     {
-        "_calls": "break_off",
+        "_calls": "break_off interrupt_calls",
         "_group": "Group ReduceOp",
         "_guard": "Guard",
         "_layout": "Layout",

@@ -265,17 +265,29 @@ def break_off(backend: Any) -> None:
 
     Expected: Backend.abort() does it. Happens (torch 2.13): gloo's waits continue, and the group cannot be destroyed
     before they end. A receive whose wait expires makes gloo close all connections of the group, which ends every wait
-    at once. Can go when abort() works for gloo.
+    at once; one from a rank that has died fails and closes no other, so every rank is asked. Can go when abort() works
+    for gloo.
 
     Args:
         backend: such as torch's ProcessGroupGloo; it can only be let go of afterwards.
     """
-    with contextlib.suppress(RuntimeError):
-        if backend.name() == "gloo":
-            unanswered = backend.recv([torch.from_numpy(np.zeros(1))], int(backend.rank() == 0), ABORT_TAG)
-            unanswered.wait(ABORT_WAIT)
-        else:
+    if backend.name() != "gloo":
+        with contextlib.suppress(RuntimeError):
             backend.abort()
+        return
+    for rank in set(range(backend.size())) - {backend.rank()}:
+        with contextlib.suppress(RuntimeError):
+            backend.recv([torch.from_numpy(np.zeros(1))], rank, ABORT_TAG).wait(ABORT_WAIT)
+
+
+def interrupt_calls() -> None:
+    """Break off every operation of this process in a process group of torch, now and from now on, after a rank died.
+
+    From any thread: the one that waits gets an error at once, also where it waits for a rank that lives and waits
+    itself. The groups are of no use afterwards; see `World.abandon`.
+    """
+    for group in list(distributed_c10d._world.pg_map):
+        _abort(group)
 
 
 POLL_S: Final = (0.002, 0.1)

@@ -29,7 +29,15 @@ class Rendezvous:
     start_deadline_s: float = 300.0
     call_deadline_s: float = 7200.0
 
-    def join(self, device: str, *, name: str, stall_after_s: float, dumps: str | None = None) -> Mesh:
+    def join(
+        self,
+        device: str,
+        *,
+        name: str,
+        stall_after_s: float,
+        dumps: str | None = None,
+        policy: liveness.Policy = "abort",
+    ) -> Mesh:
         """Meet the other ranks, and watch over what they do together.
 
         Args:
@@ -38,11 +46,12 @@ class Rendezvous:
             stall_after_s: a rank that waits longer than this for another ends all of them, and its log names
                 those that did not come.
             dumps: folder for what the monitor finds; None writes none.
+            policy: of the monitor; "replace" where a rank that dies is replaced, and the others live on.
 
         Returns:
             All ranks along dp, for a training engine to factor further.
         """
-        liveness.watch(stall_after_s, "abort", dumps, name=name)
+        liveness.watch(stall_after_s, policy, dumps, name=name)
         store = TCPStore(self.host, self.port, is_master=False, timeout=timedelta(seconds=self.start_deadline_s))
         join_world(rank=self.rank, size=self.size, store=store, device=device, deadline_s=self.start_deadline_s)
         return Mesh(dp=self.size, deadline_s=self.call_deadline_s)

@@ -172,18 +172,27 @@ class World:
         """
         if self._left:
             return
-        self._left = True
-        _joined.remove(self)
         # Before the groups are destroyed: no rank closes its connections under another's last call.
         missing = self._part(error) if self.client is not None else set()
-        if self._owned and dist.is_initialized():
-            dist.destroy_process_group()
-        self._close()
+        self.abandon()
         if missing and error is None:
             ranks = ", ".join(map(str, sorted(missing)))
             raise DeadlineError(
                 "World.leave", f"rank {ranks}", self.deadline_s, "does it still compute, or is it stuck?"
             )
+
+    def abandon(self) -> None:
+        """Leave without a word to the other ranks and without waiting for them, so that this process can join anew.
+
+        For all that are left where one has died, once no call of theirs is under way: see `interrupt_calls`.
+        """
+        if self._left:
+            return
+        self._left = True
+        _joined.remove(self)
+        if self._owned and dist.is_initialized():
+            dist.destroy_process_group()
+        self._close()
 
     def _part(self, error: BaseException | None) -> set[int]:
         """Announce that this rank leaves; return the ranks that did not."""
