@@ -35,10 +35,12 @@ from offbeat_engine_torch._checkpoint import (
     load_state,
     save_state,
 )
+from offbeat_engine_torch._copies import PeerCopies, pack_state, unpack_state
 from offbeat_engine_torch._layers.balance import Routers, statistics
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     arrange,
+    check_copies,
     check_optimizer,
     layout_of,
     plan_layout,
@@ -50,7 +52,7 @@ from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathe
 from offbeat_engine_torch._pieces import collect_gradients, memory_of
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._reduction import choose_reduce_once
-from offbeat_mesh import Mesh
+from offbeat_mesh import Group, Mesh
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,
@@ -86,6 +88,7 @@ class TorchTrainEngine(StepCounts):
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
         heads: values of `config.head` that it knows.
         replays_routes: it replays the routes of sequences, of models whose routers it understands.
+        copies: with option peer_copies, what `keep_copies` has left on this rank; else None.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("tokens", "score")
@@ -119,6 +122,7 @@ class TorchTrainEngine(StepCounts):
         self._reference: Policy | None = None
         self._bad_loss = False
         self._reduce_once: bool | None = None
+        self.copies = PeerCopies() if options.peer_copies else None
 
     @classmethod
     def plan(cls, config: TrainEngineConfig, num_ranks: int = 1) -> TrainLayout:
@@ -152,6 +156,7 @@ class TorchTrainEngine(StepCounts):
         check_schedule(config)
         check_optimizer(config, options)
         device = open_device(config.device, mesh.device if mesh else None)
+        check_copies(options, mesh.size if mesh else 1)
         mesh = arrange(mesh, options)
         if FORMATS[config.dtype] not in (None, *device.autocast_dtypes):
             raise ConfigError(f"device {device.torch_device} does not compute in {config.dtype}; use float32")
@@ -319,6 +324,23 @@ class TorchTrainEngine(StepCounts):
         self._steps.refused = refused
         self._clear_gradients()  # they are of other weights
 
+    def keep_copies(self, version: int, note: bytes = b"") -> None:
+        """Copy the state of each rank to another one; see `RecoverableTrainEngine`."""
+        self._offloader.require("keep_copies", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
+        assert self.copies is not None
+        state = pack_state(self._policy, self._optimizer, self._device, self.steps_refused, note)
+        self.copies.keep(version, state, self._everyone)
+
+    def recover(self, copies: PeerCopies | None) -> tuple[int, bytes]:
+        """Take the state from which all ranks can continue; see `RecoverableTrainEngine`."""
+        self.copies = copies or PeerCopies()
+        version = self.copies.recover(self._everyone)
+        self._steps.refused, note = unpack_state(
+            self.copies.held[version].own, self._policy, self._optimizer, self._device
+        )
+        self._clear_gradients()  # they are of other weights
+        return version, note
+
     def sleep(self, level: int) -> None:
         """Give memory back: level 1 moments and the first policy, level 2 the weights too.
 
@@ -353,6 +375,11 @@ class TorchTrainEngine(StepCounts):
     def vocabulary_size(self) -> int:
         """Token ids are below it."""
         return self._policy.vocabulary_size
+
+    @property
+    def _everyone(self) -> Group:
+        assert self._mesh is not None
+        return self._mesh.group("dp", "cp", "tp")
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters that this engine alone holds, and those that FSDP holds too, all of one kind."""

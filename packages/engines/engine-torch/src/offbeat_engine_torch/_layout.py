@@ -20,6 +20,9 @@ from offbeat_training import moment_bytes
 GRADIENT_BYTES: Final = 4
 """Size of a gradient: ranks add up in float32."""
 
+COPIES_AT_ONCE: Final = 4
+"""States in the copies that a rank holds while it makes them: of two updates its own, and another rank's."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TorchEngineOptions:
@@ -119,6 +122,12 @@ class TorchEngineOptions:
         "to 8 bits, and needs dtype bfloat16. Sums of several micro-batches are float32 whatever it is.",
         choices=("float32", "bfloat16"),
     )
+    peer_copies: bool = setting(
+        False,
+        "Each rank holds in main memory a copy of its weights and moments after an update, and one of another rank's, "
+        "from which an application replaces a rank that dies: 24 bytes for each weight that a rank trains, 48 while "
+        "copies are made.",
+    )
 
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
@@ -205,6 +214,16 @@ def check_optimizer(config: TrainEngineConfig, options: TorchEngineOptions) -> N
         )
 
 
+def check_copies(options: TorchEngineOptions, num_ranks: int) -> None:
+    """Refuse copies that no other rank could hold.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    if options.peer_copies and num_ranks == 1:
+        raise ConfigError("option peer_copies needs a second rank to hold them: got one; add ranks, or set it to false")
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Check settings, options and the model's config; see `TorchTrainEngine.plan`."""
     options = TorchEngineOptions.parse(config.options)
@@ -213,6 +232,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     device = open_device(config.device)
     width, cp = options.tensor_parallel, options.context_parallel
     adds_up_in_bfloat16(config, options)
+    check_copies(options, num_ranks)
     dp, ep = num_data_parallel(num_ranks, options), options.expert_parallel
     check_replicas(options, dp=dp, cp=cp)
     layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width, ep=ep)
@@ -261,6 +281,7 @@ def layout_of(
         offloads_optimizer=options.offload_optimizer,
         offloads_inputs=options.offload_activations,
         fuses_recurrence=config.dtype == "bfloat16" and has_fused_rule(),
+        copied_bytes=COPIES_AT_ONCE * (4 + 4 * (1 if is_muon else 2)) if options.peer_copies else 0,
     )
 
 

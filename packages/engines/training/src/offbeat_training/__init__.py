@@ -67,6 +67,7 @@ from offbeat_training._trainer_state import (
     describe_part,
     find_damage,
     random_state,
+    restore_random_state,
     write_state,
 )
 from offbeat_training._varlen import VarlenBounds, fits_varlen, varlen_attention, window_size
@@ -130,6 +131,7 @@ __all__ = [
     "plan_shares",
     "random_state",
     "record_points",
+    "restore_random_state",
     "rounds_with_images",
     "save_adapter",
     "slices",

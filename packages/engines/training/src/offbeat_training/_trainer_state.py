@@ -46,6 +46,13 @@ def random_state(device: Device) -> dict[str, Tensor]:
     return {_HOST_RNG: torch.get_rng_state(), _DEVICE_RNG: device.rng_state()}
 
 
+def restore_random_state(states: Mapping[str, Tensor], device: Device) -> None:
+    """Set what `random_state` has returned; another kind of device continues from its own."""
+    torch.set_rng_state(states[_HOST_RNG].clone())
+    if states[_DEVICE_RNG].shape == device.rng_state().shape:
+        device.set_rng_state(states[_DEVICE_RNG].clone())
+
+
 def describe_part(step: float, box: Box, moments: Sequence[str] = MOMENTS) -> dict[str, Any]:
     """Return what engine.json says of the moments of a parameter that lie in one file."""
     return {"step": step, "box": box} | ({} if tuple(moments) == MOMENTS else {"moments": list(moments)})
@@ -153,10 +160,7 @@ class TrainerState:
         """Set the random state of this rank, or the first writer's when another number of ranks has written."""
         file = self._files[rank if len(self._files) == num_ranks else 0]
         with TensorFolder(self._folder, {name: [((), file, name)] for name in (_HOST_RNG, _DEVICE_RNG)}) as tensors:
-            torch.set_rng_state(tensors.read(_HOST_RNG, ()))
-            state = tensors.read(_DEVICE_RNG, ())
-        if state.shape == device.rng_state().shape:  # another kind of device continues from its own
-            device.set_rng_state(state)
+            restore_random_state({name: tensors.read(name, ()) for name in (_HOST_RNG, _DEVICE_RNG)}, device)
 
     def _format_1_parts(self) -> Parts:
         file = self._folder / _FORMAT_1_FILE

@@ -63,6 +63,7 @@ class TrainMemory:
         head_tokens: tokens whose logits exist at the same time; 0: all of the micro-batch.
         kept_bytes: at most, of what is kept of the logits for the backward pass.
         fuses_recurrence: see `TrainLayout.fuses_recurrence`.
+        copied_bytes: of copies of the ranks' states, of one weight that is trained, where they lie on the device.
     """
 
     weight_bytes: float = 4
@@ -88,6 +89,7 @@ class TrainMemory:
     head_tokens: int = 0
     kept_bytes: int = 0
     fuses_recurrence: bool = False
+    copied_bytes: int = 0
 
     def estimate(self, shape: ModelShape) -> MemoryEstimate:
         """Bytes of one rank."""
@@ -100,6 +102,7 @@ class TrainMemory:
             "whole gradients": self._trained(shape, 0) * self.whole_gradient_bytes,
             "optimizer": self._optimizer(shape),
             "reference": weights if self.keeps_reference else 0,
+            "copies": self._trained(shape, 3) * self.copied_bytes,
             "gathered": self._gathered(shape) / self.tensor_parallel if gathers else 0,
             "exchange": self._exchanged(shape),
             "unpacked": shape.block_parameters * self.compute_bytes if self.weight_bytes < 1 else 0,
@@ -408,6 +411,7 @@ def train_memory(
         head_tokens=max(16, head_bytes // (4 * shape.vocabulary)),
         kept_bytes=_KEPT_BYTES_ON_CPU if on_cpu else _KEPT_BYTES,
         fuses_recurrence=layout.fuses_recurrence and not on_cpu,
+        copied_bytes=layout.copied_bytes if on_cpu else 0,
     )
 
 

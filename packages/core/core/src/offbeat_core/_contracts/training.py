@@ -140,6 +140,38 @@ class SleepingTrainEngine(TrainEngine, Protocol):
         """Take memory again after `sleep`: tags `weights`, `optimizer` (all else), or none for both."""
 
 
+@runtime_checkable
+class RecoverableTrainEngine(TrainEngine, Protocol):
+    """A training engine whose ranks hold copies of each other's state. All ranks get the same calls.
+
+    Attributes:
+        copies: what this rank holds, which outlives the engine; None where the settings ask for no copies.
+    """
+
+    copies: Any
+
+    def keep_copies(self, version: int, note: bytes = b"") -> None:
+        """Copy the state of each rank to another one, in place of the copies of the version before.
+
+        Args:
+            version: grows with each call; the same on all ranks.
+            note: kept with this rank's state.
+        """
+
+    def recover(self, copies: Any) -> tuple[int, bytes]:
+        """Take the newest state of which every part is left, in an engine that was made anew.
+
+        Args:
+            copies: of this rank's engine before; None on a rank that takes the place of one that has died.
+
+        Returns:
+            Its version, and the note that this rank gave, or the one whose place it takes.
+
+        Raises:
+            OffbeatError: there is no such state: a rank has died together with the one that held its copy.
+        """
+
+
 @dataclass(frozen=True, kw_only=True)
 class TrainLayout:
     """Layout of a trainer's ranks: how they share the model and its updates.
@@ -165,6 +197,7 @@ class TrainLayout:
         offloads_inputs: inputs of layers, where these are recomputed, wait in main memory for the backward pass.
         fuses_recurrence: layers with the gated delta rule compute with kernels that keep little but their inputs for
             the backward pass, on devices other than processors.
+        copied_bytes: of the copies of states, at most, for each weight that a rank trains: in main memory.
         kernels: description of what computes on the device, where the backend has a choice.
         max_sequence_tokens: longest sequence for which the backend computes what the model's family computes; 0 for
             any. (A backend may find out about a shorter one when it loads the weights.)
@@ -188,6 +221,7 @@ class TrainLayout:
     offloads_optimizer: bool = False
     offloads_inputs: bool = False
     fuses_recurrence: bool = False
+    copied_bytes: int = 0
     kernels: str = field(default="", compare=False)
     max_sequence_tokens: int = 0
     max_sequence_reason: str = field(default="", compare=False)

@@ -1,0 +1,104 @@
+"""A rank that dies is replaced from copies in memory, and the run ends with the bits of an undisturbed one."""
+
+import pytest
+from dying_ranks import Death, train
+
+from offbeat_core import ConfigError, TrainEngineConfig
+from offbeat_engine_torch import TorchTrainEngine
+
+EVERYWHERE = (
+    Death("forward", 1, (0,)),
+    Death("backward", 1, (1,)),
+    Death("reduction", 1, (0,)),
+    Death("before step", 1, (1,)),
+    Death("step", 2, (0,)),
+    Death("before copying", 2, (1,)),
+    Death("copying", 2, (0,)),
+    Death("copied", 3, (1,)),
+    Death("weights", 4, (0,)),
+)
+
+
+def config(folder, **changes):
+    settings = {"learning_rate": 1e-2, "schedule": "linear", "warmup_steps": 2, "total_steps": 20, "device": "cpu"}
+    options = {"peer_copies": True, **changes.pop("options", {})}
+    return TrainEngineConfig(
+        model_path=str(folder), max_tokens_per_microbatch=48, options=options, **settings | changes
+    )
+
+
+@pytest.fixture
+def update(make_groups, weighted_loss):
+    def do(engine, number):
+        loss = engine.forward_backward(make_groups(seed=number), weighted_loss)["loss"].value
+        engine.step()
+        return loss
+
+    return do
+
+
+def assert_ends_alike(settings, axes, deaths, update, num_updates=3):
+    undisturbed = train(settings, axes, num_updates, [], update)
+    healed = train(settings, axes, num_updates, deaths, update)
+    assert healed == undisturbed
+    assert list(healed[0][1]) == list(range(1, num_updates + 1))
+
+
+def test_ranks_that_die_one_after_the_other_at_every_place(model_folder, update):
+    """Each rank, in the same update as the one before too, and spares that have taken the place of others."""
+    assert_ends_alike(config(model_folder), {"dp": 2}, EVERYWHERE, update, num_updates=5)
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        {"dp": 2, "tp": 2},
+        pytest.param({"dp": 4}, marks=pytest.mark.nightly),
+        pytest.param({"dp": 2, "cp": 2}, marks=pytest.mark.nightly),
+        pytest.param({"dp": 4, "tp": 2}, marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+def test_two_that_die_at_once_are_replaced_where_neither_holds_the_copy_of_the_other(model_folder, update, axes):
+    deaths = [Death("reduction", 2, (0, 2)), Death("step", 2, (3,))]
+    assert_ends_alike(config(model_folder), axes, deaths, update)
+
+
+CHANGES = {
+    "lora": {"lora_rank": 4},
+    "int8": {"options": {"moments_dtype": "int8"}},
+    "muon": {"options": {"optimizer": "muon", "moments_dtype": "bfloat16"}},
+    "offloaded": {"options": {"offload_optimizer": True}},
+}
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
+def test_settings_of_the_optimizer_change_nothing_of_that(model_folder, update, changes):
+    assert_ends_alike(config(model_folder, **changes), {"dp": 2}, [Death("step", 2, (1,))], update)
+
+
+def test_a_rank_that_dies_with_the_one_that_held_its_copy_is_lost_and_all_say_so(model_folder, update):
+    found = train(config(model_folder), {"dp": 2, "tp": 2}, 2, [Death("backward", 2, (1, 2))], update)
+    wanted = "OffbeatError: the state of rank 1 is lost, and with the rank after it the only copy"
+    assert all(said.startswith(wanted) for said, _ in found), found
+
+
+def test_copies_need_a_second_rank(model_folder):
+    for call in (TorchTrainEngine.plan, TorchTrainEngine.create):
+        with pytest.raises(ConfigError, match="peer_copies needs a second rank"):
+            call(config(model_folder))
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_what_copies_take_is_planned(model_folder, mesh, update):
+    """While they are made there are four states, then two."""
+    settings = config(model_folder)
+    engine = TorchTrainEngine.create(settings, mesh)
+    for number in range(2):
+        update(engine, number)
+        engine.keep_copies(number)
+    [pair] = engine.copies.held.values()
+    trained = sum(parameter.numel() for parameter in engine._optimizer.parameters.values())
+    planned = TorchTrainEngine.plan(settings, 2).copied_bytes * trained
+    assert 2 * (pair.own.numel() + pair.peers.numel()) == pytest.approx(planned, rel=0.1)
