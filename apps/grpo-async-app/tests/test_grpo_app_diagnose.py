@@ -39,6 +39,24 @@ def diagnose(main: Main, *words: object) -> dict[str, Any]:
         return found
 
 
+LOOKS: Final = {
+    "engine: gelu": "rollout-0 differs from the trainer on the same tokens alone, too",
+    "engine: a weight": "rollout-0 holds other weights than the trainer: model.layers.1.self_attn.o_proj.weight",
+    "engine: keys of tokens sampled": "rollout-0 computes what the trainer does of the same tokens alone",
+}
+
+
+@pytest.mark.parametrize("name", LOOKS)
+def test_an_alarm_is_followed_by_a_first_look(
+    forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    model = tiny_model(tmp_path / "model", "qwen3", spread=0.2)
+    FAULTS[name].plant(monkeypatch)
+    words = ("--async.staleness_threshold=0", "--async.partial_rollout=false", "--eval.every_updates=0")
+    said = run_to_its_end(forked_main, "train", small_grpo_run(tmp_path, model), "--out", tmp_path / "run", *words)
+    assert f"a first look at the mismatch: {LOOKS[name]}" in said
+
+
 def test_a_report_shows_the_cause(forked_main: Main, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     FAULTS["engine: gelu"].plant(monkeypatch)
     diagnose(forked_main, run)

@@ -3,6 +3,7 @@
 import asyncio
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final, Literal
@@ -12,13 +13,14 @@ from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._preflight.data import mark_of
 from grpo_async_app._roles.groups import SampledGroup, save_groups
 from grpo_async_app._run.ending import EarlyEnd, SamplesLostError, UntrainedGroups
+from grpo_async_app._run.first_look import look_at_mismatch
 from grpo_async_app._run.log.activity import Activity, RunView
 from grpo_async_app._run.log.run_logger import RunLogger
 from grpo_async_app._run.prompt_stream import PromptDraw, PromptStream
 from grpo_async_app._run.sampling import Rollouts, ScoredSample
 from grpo_async_app._run.validation import OutdatedError, validate
 from offbeat_async_policy import AsyncPolicy, BusyClock, GroupResult, TrainerTurn
-from offbeat_core import ConfigError, GenerateRequest, Metrics, RoleName, SamplingParams
+from offbeat_core import ConfigError, GenerateRequest, Metrics, OffbeatError, RoleName, SamplingParams
 from offbeat_data import Prompt
 from offbeat_objectives import has_signal, overlong_penalty
 from offbeat_run import RunFolder, clock_s
@@ -74,6 +76,7 @@ class GrpoBackend:
         self._turn, self._early_end, self._end_wish = turn, early_end, ""
         self._untrained = UntrainedGroups()
         self._trained, self._num_validated, self._is_saving = "", 0, False
+        self._alarming: list[SampledGroup] = []  # in the update that has raised the alarm about a mismatch
         self._late_syncs = asyncio.create_task(self._sync_late_engines())
 
     # ── rollouter ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -242,7 +245,7 @@ class GrpoBackend:
         for group_id in group_ids:
             del self._groups[group_id]
         prompts = {group.item: self._stream.prompts[group.item] for group in groups}
-        self._logger.updated(
+        is_alarmed = self._logger.updated(
             version + 1,
             groups,
             prompts,
@@ -252,6 +255,8 @@ class GrpoBackend:
             self._fleet.metrics(),
             self._rollouts.left_out,
         )
+        if is_alarmed:
+            self._alarming = groups
 
     async def _train(self, groups: list[SampledGroup], version: int) -> Metrics:
         trainer, settings, self._trained = self._fleet.trainer, self._config.async_, ""
@@ -280,6 +285,11 @@ class GrpoBackend:
         work = self._sync_all(version, interrupt)
         await self._fleet.name_who_is_late(work, f"sync {version}", self._config.async_.sync_deadline_s)
         self._logger.synced(version, started_s, clock_s())
+        groups, self._alarming = self._alarming, []
+        if groups and self._fleet.turns is None:  # roles that take turns are not both awake
+            with suppress(OffbeatError):  # who has died is seen to elsewhere
+                if look := await look_at_mismatch(self._fleet, self._config, groups):
+                    self._logger.message(f"a first look at the mismatch: {look}")
         if self._validation_is_due(version):
             await self._begin_validation(version)
 

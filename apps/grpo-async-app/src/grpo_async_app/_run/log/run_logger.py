@@ -94,8 +94,12 @@ class RunLogger:
         statistics: Statistics,
         accidents: Metrics,
         left_out: Mapping[str, int],
-    ) -> None:
-        """Write down one update: `version` counts it too, `accidents` has happened to roles."""
+    ) -> bool:
+        """Write down one update: `version` counts it too, `accidents` has happened to roles.
+
+        Returns:
+            Whether it has raised the alarm about a mismatch.
+        """
         self.version = version
         values = {
             **trained,
@@ -115,14 +119,13 @@ class RunLogger:
         values.update({metric: _count(number) for metric, number in left_out.items()})
         self._opened.write(version, {**values, "async/lag_histogram": _lag_histogram(groups, version - 1)})
         num_samples = sum(len(group.rewards) for group in groups)
-        alarms = (
-            self._mismatch_alarm.look(version, trained),
-            self._cut_off_alarm.look(version, values["train/cut_off_share"].value, num_samples),
-        )
-        for alarm in filter(None, alarms):
+        mismatch = self._mismatch_alarm.look(version, trained)
+        cut_off = self._cut_off_alarm.look(version, values["train/cut_off_share"].value, num_samples)
+        for alarm in filter(None, (mismatch, cut_off)):
             self._opened.alarm(version, alarm)
         shown = groups[: self._config.log.train_generations]
         self._opened.write_generations(_generation(version, group, prompts[group.item]) for group in shown)
+        return bool(mismatch)
 
     def validated(self, validation: Validation) -> None:
         self.last_validated = validation.version
