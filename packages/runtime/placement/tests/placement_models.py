@@ -101,6 +101,14 @@ LATENT_IN_LAST = {key: value for key, value in LATENT_SHARING.items() if key != 
 LONGCAT = {key: value for key, value in LATENT.items() if key not in {"intermediate_size", "num_hidden_layers"}}
 LONGCAT |= {"num_layers": 3, "ffn_hidden_size": 80, "expert_ffn_hidden_size": 24, "n_routed_experts": 5}
 LONGCAT |= {"moe_topk": 2, "zero_expert_num": 3, "head_dim": 8}
+ERNIE = {
+    **TEXT,
+    **NO_TOKENS,
+    "moe_intermediate_size": 24,
+    "moe_num_experts": 5,
+    "moe_k": 2,
+    "moe_num_shared_experts": 2,
+}
 GPT_OSS = {**QWEN3, "num_local_experts": 5, "num_experts_per_tok": 2}
 
 
@@ -133,6 +141,14 @@ MODELS = {
     "qwen3_next": SPARSE_RULE,
     "qwen3_next, every second": {**SPARSE_RULE, "decoder_sparse_step": 2, "linear_conv_kernel_dim": 3},
     "olmo_hybrid": RULE,
+    "afmoe": {**OTHERWISE_SHARING, "head_dim": 16, "num_dense_layers": 1, "global_attn_every_n_layers": 2},
+    "apertus": TEXT,
+    "arcee": {**TEXT, "head_dim": 8},
+    "arcee, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
+    "bitnet": {**TEXT, **NO_TOKENS},
+    "cohere": {**TEXT, **NO_TOKENS},
+    "cohere, normed": {**TEXT, **NO_TOKENS, "use_qk_norm": True, "tie_word_embeddings": True},
+    "cohere2": {**TEXT, **NO_TOKENS, "attention_bias": True},
     "cwm": {**TEXT, "head_dim": 8},
     "axk1": LATENT_SHARING,
     "deepseek_v2": LATENT_SHARING,
@@ -142,6 +158,8 @@ MODELS = {
     "dots1": SHARING,
     "ernie4_5": {**TEXT, "head_dim": 8},
     "ernie4_5, biased": {**TEXT, "head_dim": 8, "use_bias": True},
+    "ernie4_5_moe": ERNIE,
+    "ernie4_5_moe, biased": {**ERNIE, "use_bias": True, "moe_layer_start_index": 2},
     "exaone4": TEXT,
     "exaone_moe": OTHERWISE_SHARING,
     "flex_olmo": OLMOE,
@@ -166,9 +184,14 @@ MODELS = {
     "gpt_oss, unbiased": {**GPT_OSS, "attention_bias": False},
     "granite": TEXT,
     "granite, biased": {**TEXT, "attention_bias": True, "mlp_bias": True},
+    "granite_swa": {**TEXT, "tie_word_embeddings": True},
+    "granitemoe": {**TEXT, "num_local_experts": 5},
+    "granitemoe_swa": {**TEXT, "num_local_experts": 5, "shared_intermediate_size": 20},
+    "granitemoeshared": {**TEXT, "num_local_experts": 5, "shared_intermediate_size": 20, "attention_bias": True},
     "helium": {**TEXT, "head_dim": 8, "attention_bias": True, "mlp_bias": True},
     "hunyuan_v1_dense": QWEN3,
     "hunyuan_v1_dense, biased": {**QWEN3, "attention_bias": True},
+    "hunyuan_v1_moe": {**QWEN3, "num_experts": 5, "moe_topk": 2},
     "hy_v3": {**OTHERWISE_SHARING, "head_dim": 16},
     "longcat_flash": LONGCAT,
     "longcat_flash, biased": {**LONGCAT, "attention_bias": True, "router_bias": True, "v_head_dim": 12},
@@ -179,6 +202,8 @@ MODELS = {
     "ministral": QWEN3,
     "ministral3": QWEN3,
     "mixtral": {**OLMOE, "head_dim": 16, "num_local_experts": 5},
+    "nanochat": TEXT,
+    "olmo": TEXT,
     "olmo2": TEXT,
     "olmo3": TEXT,
     "olmoe": OLMOE,
@@ -190,6 +215,8 @@ MODELS = {
     "smollm3": {**TEXT, **NO_TOKENS},
     "smollm3, biased": {**TEXT, **NO_TOKENS, "attention_bias": True, "mlp_bias": True},
     "solar_open": SHARING_IN_ALL,
+    "starcoder2": TEXT,
+    "starcoder2, unbiased": {**TEXT, "use_bias": False},
     "youtu": LATENT,
     "youtu, plain queries": {**LATENT, **PLAIN_QUERIES, "tie_word_embeddings": True},
     # The defaults of these are sizes of published models.

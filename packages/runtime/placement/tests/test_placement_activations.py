@@ -3,7 +3,7 @@
 from weakref import WeakSet
 
 import pytest
-from placement_models import KINDS, TEXT, build, shape_of
+from placement_models import KINDS, MODELS, TEXT, build, shape_of
 
 from offbeat_core import TrainEngineSettings, TrainLayout
 from offbeat_placement import ModelShape, train_memory
@@ -14,6 +14,8 @@ OF_BLOCKS = [
     *("llama", "ministral", "ministral3", "mistral", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3"),
     *("dots1", "exaone_moe", "flex_olmo", "glm4_moe", "hy_v3", "mellum", "minimax_m2", "mixtral", "olmoe"),
     *("qwen2_moe", "solar_open"),
+    *("afmoe", "apertus", "arcee", "bitnet", "cohere", "cohere, normed", "cohere2", "ernie4_5_moe", "granite_swa"),
+    *("granitemoe", "granitemoe_swa", "granitemoeshared", "hunyuan_v1_moe", "nanochat", "olmo", "starcoder2"),
     *("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", "gpt_oss"),
 ]
 """Models of text whose last two blocks are alike."""
@@ -60,6 +62,44 @@ def count_kept(model, num_layers):
     model.model.layers = blocks
     storages = {storage.data_ptr(): storage.nbytes() for storage in (saved.tensor.untyped_storage() for saved in kept)}
     return sum(num_bytes for place, num_bytes in storages.items() if place not in weights)
+
+
+WIDTHS = ("q_lora_rank", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+
+
+@pytest.fixture
+def attends_at_any_width(monkeypatch):
+    """Attention that keeps queries, keys, values and its output, as kernels do: torch's on a CPU needs equal widths."""
+    import torch
+
+    class Attention(torch.autograd.Function):
+        @staticmethod
+        def forward(context, query, key, value):
+            output = query.new_zeros(*query.shape[:-1], value.shape[-1])
+            context.save_for_backward(query, key, value, output)
+            return output
+
+    def attend(query, key, value, **_):
+        return Attention.apply(query, key, value)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", attend)
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "minicpm3"])
+def test_each_width_of_compressed_attention_keeps_what_is_counted(name, tmp_path, monkeypatch, attends_at_any_width):
+    """Each alone: together they may hide each other's errors."""
+
+    def kept_and_counted(**changes):
+        monkeypatch.setitem(MODELS, changed := f"{name}, changed", {**MODELS[name], **changes})
+        config, model = build(changed, tmp_path, "cpu")
+        kept = (count_kept(model, 3) - count_kept(model, 1)) / (2 * 4 * TOKENS)
+        return kept, block_activations(ModelShape.from_config(config))
+
+    before = kept_and_counted()
+    for key in WIDTHS:
+        after = kept_and_counted(**{key: MODELS[name][key] + 16})
+        kept, counted = (more - less for more, less in zip(after, before, strict=True))
+        assert counted == pytest.approx(kept, rel=0.01), key
 
 
 @pytest.mark.parametrize("name", ["gemma4_text", "gemma4_text, one projection", "gemma4_text, experts"])

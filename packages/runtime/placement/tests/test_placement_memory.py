@@ -366,7 +366,7 @@ def test_a_classifier_has_no_row_for_each_token(tmp_path):
 
 
 def test_a_family_that_is_not_known_is_refused_by_name():
-    with pytest.raises(ModelError, match="'gpt2' is not known: known families are axk1"):
+    with pytest.raises(ModelError, match="'gpt2' is not known: known families are afmoe"):
         ModelShape.from_config({"model_type": "gpt2"})
     with pytest.raises(ModelError, match="lacks 'intermediate_size'"):
         ModelShape.from_config({"model_type": "llama", **{k: v for k, v in TEXT.items() if k != "intermediate_size"}})

@@ -213,27 +213,24 @@ def block_activations(shape: ModelShape) -> int:
 
     Counted as in arXiv:2205.05198, section 4.1, for a block with RMS norms, flash attention, rotary positions and a
     gated feed-forward part, without dropout: see `_around_attention`; attention keeps queries, keys, values and its
-    output (twice: as made, and as the output projection reads it), and of gates what is gated, the gate and its
-    activation. Tests count what torch keeps.
+    output (twice: as made, and as the output projection reads it), and of gates their activations at least. Tests
+    count what torch keeps.
     """
     if shape.latent:
         return _around_attention(shape) + shape.attentions_per_block * _kept_by_latent(shape, shape.latent)
-    attention = 3 * shape.query_width + 2 * shape.kv_width
-    if shape.norms_heads:
-        attention += 2 * (shape.query_width + shape.kv_width)
-    if shape.gates_attention:
-        attention += 3 * shape.query_width
+    attention = (3 + shape.gate_numbers) * shape.query_width + 2 * shape.kv_width
+    attention += shape.head_norm_numbers * (shape.query_width + shape.kv_width)
     return _around_attention(shape) + attention
 
 
 def _around_attention(shape: ModelShape) -> int:
     """Numbers that the norms and the feed-forward part of a block keep of one token.
 
-    Each norm keeps its input, the scaled input and what the matrices after it read (3h); the feed-forward part keeps
-    gate, its activation, up, and their product, and of what is clamped that before and after it.
+    An RMS norm keeps its input, the scaled input and what the matrices after it read (3h), one of torch's own first and
+    last; a feed-forward part with gates keeps gate, its activation, up, and their product.
     """
     routed = 2 * shape.num_experts_per_token * shape.hidden
-    return 3 * shape.num_norms * shape.hidden + (7 if shape.clamps_gates else 4) * shape.mlp_width + routed
+    return shape.norm_numbers * shape.hidden + shape.mlp_numbers * shape.mlp_width + routed
 
 
 def _kept_by_latent(shape: ModelShape, latent: LatentAttention) -> int:

@@ -93,14 +93,14 @@ class ModelShape:
         head_dim: d; where layers differ, so large that it is right of all of them together.
         mlp_width: inner width of the feed-forward part that one token passes, its experts added up.
         num_experts_per_token: 0 for a dense model.
-        num_norms: of a block, each of the hidden size.
-        norms_heads: queries and keys are normalised.
-        gates_attention: each number of the output of attention is multiplied by a gate.
+        norm_numbers: that the norms of a block keep for the backward pass, of each of the hidden size.
+        mlp_numbers: that a feed-forward part keeps, of each of its inner width.
+        head_norm_numbers: that norms of queries and keys keep for the backward pass, of each of their widths.
+        gate_numbers: that gates of the output of attention keep, of each of the query width.
         rule: sizes of the layers with the gated delta rule; None for a model of attention alone.
         num_rule_layers: how many of the blocks have the rule in place of attention.
         latent: sizes of attention with compressed keys and values; None: they are not compressed.
         attentions_per_block: in blocks with attention, each with keys and values of its own.
-        clamps_gates: gates of experts, and what they multiply, are clamped.
     """
 
     family: str
@@ -120,14 +120,14 @@ class ModelShape:
     head_dim: int
     mlp_width: int
     num_experts_per_token: int
-    norms_heads: bool
-    num_norms: int = 2
-    gates_attention: bool = False
+    norm_numbers: int = 6
+    mlp_numbers: int = 4
+    head_norm_numbers: int = 0
+    gate_numbers: int = 0
     rule: DeltaRule | None = None
     num_rule_layers: int = 0
     latent: LatentAttention | None = None
     attentions_per_block: int = 1
-    clamps_gates: bool = False
 
     @property
     def kv_width(self) -> int:
@@ -173,12 +173,15 @@ _RULE_SIZES: Final = {
 }
 _SIZES: Final = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "intermediate_size")
 _OTHER_NAMES: Final = {
-    "num_hidden_layers": "num_layers",
-    "intermediate_size": "ffn_hidden_size",
-    "moe_intermediate_size": "expert_ffn_hidden_size",
-    "num_experts_per_tok": "moe_topk",
+    "num_hidden_layers": ("num_layers",),
+    "intermediate_size": ("ffn_hidden_size",),
+    "moe_intermediate_size": ("expert_ffn_hidden_size",),
+    "num_experts_per_tok": ("moe_topk", "moe_k"),
+    "num_experts": ("moe_num_experts",),
+    "num_shared_experts": ("moe_num_shared_experts",),
+    "first_k_dense_replace": ("num_dense_layers", "moe_layer_start_index"),
 }
-"""Keys of LongCat-Flash for what other families call so."""
+"""Keys of LongCat-Flash, HunYuan, Ernie 4.5 and AFMoE for what other families call so."""
 NUMBER_BYTES: Final = {"float32": 4, "bfloat16": 2, "float16": 2}
 _FULL_ATTENTION_INTERVAL: Final = 4
 """One block of so many has attention where the config names no types of layers: the default of these families."""
@@ -210,8 +213,8 @@ def _linears(num_in: int, outputs: Sequence[int], *, biased: bool = False, num_l
 
 def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> ModelShape:
     traits, text = FAMILIES[family], config.get("text_config") or config
-    if traits.num_parts == 2:
-        text = {**text, **{usual: text[key] for usual, key in _OTHER_NAMES.items()}}
+    others = {usual: text[key] for usual, keys in _OTHER_NAMES.items() for key in keys if key in text}
+    text = {**text, **{key: each[0] if isinstance(each, list) else each for key, each in others.items()}}
     for key in (*_SIZES, *_RULE_SIZES.values()):
         if key in text and not (type(text[key]) is int and 0 < text[key] <= _MOST_OF[key]):
             raise ModelError(f"{key} must be a whole number from 1 to {_MOST_OF[key]}, got {text[key]!r:.40}")
@@ -234,17 +237,18 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         for layer in range(num_layers)
     ]
     mlps = [_count_mlp(each, traits, layer) for layer, each in enumerate(layers)]
-    norms, of_layers = _Count(traits.num_norms * hidden), _count_layer_inputs(text, traits)
+    norms, of_layers = _Count(traits.num_norms * traits.norm_vectors * hidden), _count_layer_inputs(text, traits)
     blocks = [mixer + mlp + norms + of_layers for mixer, mlp in zip(mixers, mlps, strict=True)]
     experts = [_count_experts(each, traits, layer).parameters for layer, each in enumerate(layers)]
     largest = max(range(num_layers), key=lambda layer: blocks[layer].parameters)
     decoder_parameters = sum(block.parameters for block in blocks)
     is_tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", traits.is_tied))
     embeddings = text["vocab_size"] * hidden * (1 if is_tied else 2) + _layer_embeddings(text, traits)
+    embeddings += text["vocab_size"] * (traits.biased_head and _is_biased(text, "use_bias"))
     vision = count_vision(family, config["vision_config"], hidden) if config.get("vision_config") else 0
     return cls(
         family=family,
-        num_parameters=decoder_parameters + hidden + embeddings + vision,
+        num_parameters=decoder_parameters + traits.norm_vectors * hidden + embeddings + vision,
         decoder_parameters=decoder_parameters,
         num_vision_parameters=vision,
         expert_parameters=sum(experts),
@@ -260,14 +264,14 @@ def _read(cls: type[ModelShape], family: str, config: Mapping[str, Any]) -> Mode
         head_dim=sum(kv_widths) // (num_layers * kv_heads[0]),
         mlp_width=max(_mlp_width(each, traits, layer) for layer, each in enumerate(layers)),
         num_experts_per_token=layers[0].get("num_experts_per_tok", 0) if _num_experts(text) else 0,
-        norms_heads=bool(_normed(text, traits)),
-        num_norms=_num_norms(text, traits) + traits.norms_experts,
-        gates_attention=traits.gates_attention,
+        norm_numbers=(3 if traits.norm_vectors == 1 else 2) * _num_norms(text, traits),
+        mlp_numbers=traits.mlp + 2 * traits.normed_inner,
+        head_norm_numbers={"": 0, "bare": 1}.get(_normed(text, traits), 2),
+        gate_numbers={"": 0, "own": 1, "fused": 3}[traits.gates_attention],
         rule=rule,
         num_rule_layers=len(rule_layers),
         latent=latent,
         attentions_per_block=traits.num_parts,
-        clamps_gates=traits.biased_experts,
     )
 
 
@@ -298,9 +302,10 @@ def _width_of_layer_inputs(text: Mapping[str, Any], traits: Family) -> int:
 
 
 def _num_norms(text: Mapping[str, Any], traits: Family) -> int:
-    """Norms of a block: one more of its own embeddings, and three more around experts beside a feed-forward part."""
+    """Norms of a block, those of experts too: three around them, and of the block's own embedding another."""
     beside = traits.shares_expert == "beside" and _num_experts(text) > 0
-    return int(traits.num_norms + (_width_of_layer_inputs(text, traits) > 0) + 3 * beside)
+    more = (_width_of_layer_inputs(text, traits) > 0) + 3 * beside + traits.norms_experts + traits.normed_inner
+    return int(traits.num_norms + more)
 
 
 def _count_layer_inputs(text: Mapping[str, Any], traits: Family) -> _Count:
@@ -377,8 +382,11 @@ def _count_attention(
     biased_qkv = biased or (traits.biased_qkv and text.get("qkv_bias", True))
     biased_out = (biased and traits.biased_out) or text.get("attention_out_bias", False)
     num_kv = text.get("num_kv_projections", 2)
-    outputs = [query_width * (2 if traits.gates_attention else 1), *[kv_width] * num_kv]
-    norms = {"": 0, "head": (2 if num_kv else 1) * head_dim, "width": query_width + kv_width}[_normed(text, traits)]
+    gates = {"": [], "fused": [], "own": [query_width]}[traits.gates_attention]
+    outputs = [query_width * (2 if traits.gates_attention == "fused" else 1), *gates, *[kv_width] * num_kv]
+    width = query_width + kv_width
+    normed = {"": 0, "bare": 0, "head": (2 if num_kv else 1) * head_dim, "width": width, "heads": width}
+    norms = normed[_normed(text, traits)] + hidden * traits.normed_inner
     into = _linears(hidden, outputs, biased=biased_qkv, num_layers=1 if traits.fused_qkv else 0)
     sinks = num_heads if traits.has_sinks else 0
     return into + _Count(norms + sinks) + _linear(query_width, hidden, biased=biased_out)
@@ -411,7 +419,9 @@ def _shared_width(text: Mapping[str, Any], traits: Family) -> int:
     """Inner width of the experts that every token passes."""
     if traits.shares_expert == "gated":
         return int(text["shared_expert_intermediate_size"])
-    if traits.shares_expert == "beside" or traits.num_parts == 2:
+    if traits.shares_expert == "sized":
+        return int(text["shared_intermediate_size"])
+    if traits.shares_expert in ("beside", "wide") or traits.num_parts == 2:
         return int(text["intermediate_size"])
     count = text.get("n_shared_experts") or text.get("num_shared_experts") or 0
     return count * _expert_width(text, traits) if traits.shares_expert else 0
@@ -433,7 +443,7 @@ def _num_idle(text: Mapping[str, Any]) -> int:
 
 def _count_mlp(text: Mapping[str, Any], traits: Family, layer: int) -> _Count:
     """Feed-forward part of a block."""
-    hidden, biased, num_layers = text["hidden_size"], _is_biased(text, "mlp_bias"), 1 if traits.fused_mlp else 2
+    hidden, biased = text["hidden_size"], _is_biased(text, "mlp_bias")
     sparse = _is_sparse(text, layer)
     count = _Count()
     if sparse:
@@ -445,12 +455,14 @@ def _count_mlp(text: Mapping[str, Any], traits: Family, layer: int) -> _Count:
             count += _Count(4 * hidden + routes, hidden + routes)
         if traits.shares_expert == "gated":
             count += _linear(hidden, 1)
-        if traits.num_parts == 2:  # the router is a linear layer
+        if traits.routes_linearly:
             count += _Count(routes * bool(text.get("router_bias")), hidden + routes)
-        count += _Count(routes * traits.biased_experts + hidden * traits.norms_experts)
+        count += _Count(routes * (traits.biased_experts or traits.biases_routes) + hidden * traits.norms_experts)
     if inner := _shared_width(text, traits) if sparse else text["intermediate_size"]:
-        into = _linears(hidden, [inner, inner], biased=biased, num_layers=num_layers)
-        count += (into + _linear(inner, hidden, biased=biased)) * traits.num_parts
+        outputs = [inner] * (2 if traits.gates_mlp else 1)
+        into = _linears(hidden, outputs, biased=biased, num_layers=traits.fused_mlp)
+        of_activation = _Count(traits.activation_weights + inner * traits.normed_inner)
+        count += (into + of_activation + _linear(inner, hidden, biased=biased)) * traits.num_parts
     return count
 
 
