@@ -56,7 +56,7 @@ OF_A_FAMILY: dict[str, dict[str, Any]] = {
     },
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10_000.0, "clip_qkv": 8.0}},
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
-    "deepseek_v3": {"topk_method": "noaux_tc"},  # published, and read by vLLM alone
+    "deepseek_v3": {"topk_method": "noaux_tc", "scoring_func": "sigmoid"},  # published, and read by vLLM alone
     "dots1": {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1},
     "gemma3": {
         "vision_config": {

