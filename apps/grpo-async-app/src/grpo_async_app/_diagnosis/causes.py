@@ -1,7 +1,7 @@
 """From evidence to causes: which of inputs, weights, layers, state and lag makes log-probabilities differ."""
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 import numpy as np
@@ -198,7 +198,7 @@ async def _examine_side(
     if finding is None and layer is not None:
         inner = await inspect(side, layer)
         within = point_errors(*inner, LAYER_POINTS)
-        found.layers[side] = [*errors, *within]
+        found.layers[side] = [*errors, *(replace(each, point=f"layer {layer}: {each.point}") for each in within)]
         finding = await _first_inner(side, layer, within, inner, inspect_moved, nats)
     if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], held))):
         text = f"the {side} computes log-probabilities of other inputs than the run's: {reading}"

@@ -29,9 +29,9 @@ def describe(found: Diagnosis) -> str:
         first = next((place for place, each in enumerate(errors) if each.is_beyond), 0)
         shown = errors[max(0, first - 2) : first + _ROWS]
         lines += ["", f"{side}, errors as a share of the values:"]
-        lines += [f"  {'point':24}{'error':>10}{'rounding':>10}"]
+        lines += [f"  {'point':28}{'error':>10}{'rounding':>10}"]
         lines += [
-            f"  {each.point:24}{each.error:10.1e}{each.band:10.1e}{'  <- beyond' if each.is_beyond else ''}"
+            f"  {each.point:28}{each.error:10.1e}{each.band:10.1e}{'  <- beyond' if each.is_beyond else ''}"
             for each in shown
         ]
     lines += [f"note: {note}" for note in found.notes]
