@@ -21,6 +21,10 @@ class TestBadInput(CommandConformance):
             ["--engine.options", "{entropy_gradient = true}"],
             "engine.options.entropy_gradient has no effect",
         ),
+        "copies for a rank that dies": (
+            ["--engine.num_ranks", "2", "--engine.options", "{peer_copies = true}"],
+            "sft-app replaces no single rank",
+        ),
         "no such engine option": (["--engine.options", "{sharing = true}"], "sharing"),
         "option of another command": (["--serve", "8000"], "takes no --serve"),
         "ranks that do not divide": (

@@ -235,6 +235,8 @@ def check_run(config: SftConfig, begun: Progress = Progress(), *, problems: Prob
     if reserves:
         wanted = replace(wanted, device="auto")  # the devices are the nodes', and this machine need have none
     layout = backend.plan(wanted, config.engine.num_ranks)
+    if layout.copied_bytes:
+        raise ConfigError("engine.options.peer_copies: sft-app replaces no single rank, so leave it false")
     _check_lengths(layout, (*examples.train, *examples.eval))
     placement = request_resources(config, view).place(view)
     batch_tokens = _largest_batch(config, examples.train)

@@ -12,14 +12,14 @@ from grpo_async_app._fleet.role_specs import plan_threads
 from grpo_async_app._preflight.backends import choose_backends
 from grpo_async_app._preflight.budget import assume_budget, settle_budget
 from grpo_async_app._preflight.correction import choose_correction, route_bytes
-from grpo_async_app._preflight.estimates import BatchArithmetic, estimate_if_known, estimate_memory
+from grpo_async_app._preflight.estimates import BatchArithmetic, copied_bytes, estimate_if_known, estimate_memory
 from grpo_async_app._preflight.placement import find_view, place_run, request_resources
 from grpo_async_app._preflight.platform import choose_for_platform
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_settings, find_problems
 from grpo_async_app._preflight.sources import check_rewards
 from grpo_async_app._preflight.turns import choose_parking
-from offbeat_core import BackendError, as_written
+from offbeat_core import BackendError, TrainLayout, as_written
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
 from offbeat_run import count_text, size_text, tracker_notices
@@ -68,6 +68,7 @@ class GrpoPlanner(Planner[GrpoConfig]):
             rows=[
                 *batch.rows(),
                 *_describe_routes(config, batch),
+                *_describe_copies(config, layout),
                 layout_row(layout, engine.backend),
                 *_chosen([f"{engine}{_AS_HERE}" for engine in engines]),
                 *_chosen([*choices, *chosen, *budget, *turns]),
@@ -130,6 +131,7 @@ def describe_plan(preflight: Preflight) -> list[tuple[str, str]]:
         *_chosen(preflight.choices),
         *memory_rows,
         *batch.rows(),
+        *_describe_copies(config, preflight.layout),
         *_describe_routes(config, batch),
         ("asynchrony", f"{config.async_.mode}, staleness {config.async_.staleness_threshold:g}"),
         *_describe_sync(preflight),
@@ -191,6 +193,14 @@ def _describe_routes(config: GrpoConfig, batch: BatchArithmetic) -> list[tuple[s
         return []
     num_bytes = batch.samples_per_update * batch.tokens_per_sample * token_bytes
     return [("routes", f"{token_bytes} bytes a token, at most {size_text(num_bytes)} an update, on each trainer rank")]
+
+
+def _describe_copies(config: GrpoConfig, layout: TrainLayout) -> list[tuple[str, str]]:
+    """Return what the copies take from which a rank that dies is replaced."""
+    if not (num_bytes := copied_bytes(config, layout)):
+        return []
+    where = "of main memory on each trainer rank"
+    return [("copies", f"{size_text(num_bytes // 2)} {where}, and {size_text(num_bytes)} while they are made")]
 
 
 def _describe_objective(config: GrpoConfig) -> str:

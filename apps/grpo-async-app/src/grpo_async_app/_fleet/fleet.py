@@ -16,6 +16,7 @@ from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.environments import EnvironmentProcess
 from grpo_async_app._fleet.events import LoggedEvents, RunEvents
+from grpo_async_app._fleet.healing import TrainerHealer, keeps_copies
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.role_specs import RoleSpecs
 from grpo_async_app._fleet.teachers import RewardModels, Teachers
@@ -28,6 +29,7 @@ from offbeat_actors import (
     Launcher,
     RestartBudget,
     RolePlace,
+    RoleSpec,
     check_processes,
     gather_or_cancel,
     start_again,
@@ -89,6 +91,8 @@ class Fleet:
         self._roles = RoleSpecs(config, model_path, log_folder, has_images=has_images)
         self._launcher: Launcher = load_backend("offbeat.launcher", config.cluster.launcher)("grpo", config.cluster)
         self._trainer: Trainers | None = None
+        self._trainer_spec: RoleSpec | None = None
+        self._healer: TrainerHealer | None = None
         self._gives_devices = False
         self._ranks: Mapping[str, Sequence[int]] = {}
         self._budget = RestartBudget(config.cluster.max_restarts, config.cluster.restart_window_s)
@@ -145,6 +149,8 @@ class Fleet:
             await replicas.close()
         if self._trainer is not None:
             await self._trainer.forget()
+        if self._healer is not None:
+            await self._healer.close()
         await self._launcher.close(QUICK_STOP_S if error else None)
         for scorers in self._scorers.values():
             await scorers.close()
@@ -162,6 +168,12 @@ class Fleet:
     async def start_training(self, placement: Placement, num_updates: int, checkpoint: Path | None) -> None:
         """Start every role at once, and wait until all are ready. No engine samples before its first weight sync."""
         await self._place(placement)
+        if keeps_copies(self._config):
+            has_devices = any(rank.role == "trainer" and rank.device is not None for rank in placement.plan.ranks)
+            keeps_spare = not (has_devices or self._launcher.reserves)
+            self._healer = TrainerHealer(
+                self._config, self._launcher, self._budget, self.events.message, keeps_spare=keeps_spare
+            )
         self._ranks = assign_ranks(self._config, placement)
         if (turns := self.turns) is not None:  # one after the other: there is room for one only
             self._trainer = await self._start_trainers(num_updates, checkpoint)
@@ -265,6 +277,12 @@ class Fleet:
         """Return how the trainer has ended; None when it still runs, or was never started."""
         return await self._trainer.death() if self._trainer is not None else None
 
+    async def heal_trainer(self) -> bool:
+        """Replace the trainer's ranks that have died, where that can be done; return whether it was."""
+        if self._healer is None or self._trainer_spec is None or await self.trainer_death() is None:
+            return False
+        return await self._healer.heal(self.trainer, self._trainer_spec)
+
     async def restart_trainer(self, cause: str, num_updates: int, checkpoint: Path | None) -> None:
         """Start all ranks of a trainer again that has died; the engines wait meanwhile."""
         await self.trainer.destroy()
@@ -277,14 +295,19 @@ class Fleet:
         cluster, sending = self._config.cluster, {0}.union(*self._ranks.values())
         # New ones each time: what still looks for a former trainer shall not find this one.
         paths = [new_socket_path() if rank in sending else "" for rank in range(self._config.engine.num_ranks)]
-        return await start_trainers(
+        healer = self._healer
+        spec = self._trainer_spec = self._roles.trainer(paths, num_updates, checkpoint, is_replaced=healer is not None)
+        trainer = await start_trainers(
             self._launcher,
-            self._roles.trainer(paths, num_updates, checkpoint),
+            spec,
             self._config.engine.num_ranks,
             start_deadline_s=cluster.start_timeout_s,
             call_deadline_s=self._config.async_.update_deadline_s,
             silent_after_s=cluster.silent_after_s,
         )
+        if healer is not None:
+            healer.prepare(spec)
+        return trainer
 
     def offer_weights(self, version: int) -> WeightOffer:
         rollout, deadline_s = self._config.rollout, self._config.async_.sync_deadline_s
@@ -341,7 +364,8 @@ class Fleet:
         self.engines.raise_if_failed()
         for replicas in self._replicas:
             replicas.raise_if_failed()
-        self.trainer.raise_if_dead()
+        if self._healer is None:  # else the next action replaces the rank
+            self.trainer.raise_if_dead()
 
     def metrics(self) -> Metrics:
         """Return what scoring takes; and what has happened to the roles, where anything has."""

@@ -35,12 +35,15 @@ class RoleSpecs:
         self._has_images, self._threads = has_images, plan_threads(config)
         self._shares_cpus = share_cpus(config, self._threads)
 
-    def trainer(self, socket_paths: Sequence[str], num_updates: int, checkpoint: Path | None) -> RoleSpec:
-        """Rank 0 of the trainer; the others differ by their number."""
+    def trainer(
+        self, socket_paths: Sequence[str], num_updates: int, checkpoint: Path | None, *, is_replaced: bool = False
+    ) -> RoleSpec:
+        """Rank 0 of the trainer; the others differ by their number. `is_replaced`: a rank that dies is, alone."""
         start = {"model_path": self._model_path, "num_updates": num_updates, "checkpoint": str(checkpoint or "")}
-        return self._spec(
+        spec = self._spec(
             RoleName("trainer"), "TrainerRole", **start, socket_paths=socket_paths, trace_folder=self._trace_folder
         )
+        return replace(spec, liveness_policy="replace") if is_replaced else spec
 
     def rollout(self, role: RoleName) -> RoleSpec:
         spec = self._spec(role, "RolloutRole", role=role, model_path=self._model_path, trace_folder=self._trace_folder)

@@ -2,7 +2,7 @@
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakSet
 
@@ -40,6 +40,19 @@ class Trainers(ActorGroup):
         if not self._listens_at:
             self._listens_at = await self.call("listen", self.address, returns=str, deadline_s=deadline_s)
         return self._listens_at
+
+    def replace(self, newcomers: Mapping[int, ActorHandle], socket_paths: Sequence[str], store: object) -> None:
+        """Go on with others in the places of ranks that have died.
+
+        Args:
+            newcomers: by rank.
+            socket_paths: as of all ranks now.
+            store: where they have met.
+        """
+        self.put(newcomers)
+        self.socket_paths, self._store = socket_paths, store
+        if 0 in newcomers:
+            self._listens_at = ""
 
 
 async def start_trainers(

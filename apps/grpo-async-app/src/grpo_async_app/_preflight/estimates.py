@@ -173,6 +173,16 @@ def estimate_if_known(
         return None
 
 
+def copied_bytes(config: GrpoConfig, layout: TrainLayout) -> int:
+    """Return what copies of ranks' states take on each of them, at most; 0 for a family without an estimate."""
+    if not layout.copied_bytes:
+        return 0
+    with suppress(ModelError):
+        shape = read_shape(config.model.path)
+        return train_memory(config.engine, layout, shape, on_cpu=True).estimate(shape).parts["copies"]
+    return 0
+
+
 def _largest_microbatch(config: GrpoConfig, layout: TrainLayout, longest_prompt: int | None) -> int:
     """Tokens of a micro-batch on one rank at most: few short samples do not fill the limit."""
     limit = config.engine.max_tokens_per_microbatch

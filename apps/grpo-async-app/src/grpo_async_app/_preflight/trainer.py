@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._fleet.healing import check_healing
 from grpo_async_app._preflight.budget import assume_budget
 from offbeat_actors import check_kinds
 from offbeat_core import ConfigError, TrainBackend, TrainLayout, check_schedule, load_backend
@@ -20,6 +21,7 @@ def plan_trainer(config: GrpoConfig, num_updates: int, view: ClusterView) -> Tra
             f"critic.warmup_updates = {config.critic.warmup_updates} leaves nothing for the policy: the run makes "
             f"{num_updates} updates (engine.max_updates, data.epochs); lower it or make the run longer"
         )
+    check_healing(config)
     wanted = config.train_engine(config.model.path, num_updates)
     check_schedule(wanted, length_keys=LENGTH_KEYS)
     if view.reserves:

@@ -1,5 +1,6 @@
 """The trainer role: the training engine in a process of its own."""
 
+import gc
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ from torch import Tensor
 from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches, without_routes
+from grpo_async_app._roles.copies import Copies
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
@@ -31,6 +33,7 @@ from offbeat_core import (
     TensorSpec,
     TracePlan,
     TrainEngine,
+    TrainEngineConfig,
     TrainSequence,
     WeightPart,
     WeightProof,
@@ -40,7 +43,7 @@ from offbeat_core import (
     merge_metrics,
 )
 from offbeat_device import StepTracer, open_device
-from offbeat_mesh import Rendezvous, current_world
+from offbeat_mesh import Mesh, Rendezvous, current_world, interrupt_calls
 from offbeat_objectives import ValueLoss, build_loss, summarise_mismatch
 from offbeat_run import check_shared, counted_loss, log_line, log_loaded, log_start, size_text
 from offbeat_weightsync import (
@@ -71,7 +74,11 @@ class TrainerRole:
             launcher shows each rank devices of its own, so all take the same one by name.
         trace_folder: takes the traces of section `profile`; its parent, the run folder, takes checkpoints,
             and weights that go by the disk.
+        is_spare: it is no rank yet: `rejoin` makes it one.
     """
+
+    _engine: TrainEngine
+    _critic: TrainEngine | None
 
     def __init__(
         self,
@@ -84,49 +91,101 @@ class TrainerRole:
         checkpoint: str = "",
         rendezvous: Rendezvous | None = None,
         trace_folder: str = "",
+        is_spare: bool = False,
     ) -> None:
         began_s = time.monotonic()
         log_start(config.engine.device, num_threads)
         if trace_folder:
             check_shared(Path(trace_folder).parent)
-        create, device = load_backend("offbeat.engine", config.engine.backend).create, config.engine.device
-        rank = rendezvous.rank if rendezvous else 0
-        role = RoleName("trainer", rank)
-        if rendezvous:
-            mesh = rendezvous.join(device, name=str(role), stall_after_s=config.liveness.stall_after_s)
-        settings = config.train_engine(model_path, num_updates, num_threads)
-        self._engine: TrainEngine = create(settings, mesh) if rendezvous else create(settings)
-        self._critic: TrainEngine | None = None
-        if config.algorithm.needs_critic:
-            create_critic = load_backend("offbeat.engine", config.critic.backend).create
-            of_critic = config.critic_engine(model_path, num_updates, num_threads)
-            self._critic = create_critic(of_critic, mesh) if rendezvous else create_critic(of_critic)
-        if checkpoint:
-            self._engine.load(Path(checkpoint))
-            if self._critic is not None:
-                self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
-        self._replays = self._follows_routes(config.rollout.replay_routes)
-        log_loaded(checkpoint or model_path, settings.dtype, began_s)
-        self._trace = make_trace(config.profile.plan(role, Path(trace_folder)), device)
+        self._config, self._trace_folder, self._checkpoint = config, trace_folder, checkpoint
+        self._settings = config.train_engine(model_path, num_updates, num_threads)
+        self._critic_settings = config.critic_engine(model_path, num_updates, num_threads)
         self._single_step = config.steps_per_update == 1
         self._algorithm, self._loss = config.algorithm, build_loss(config.algorithm, single_step=self._single_step)
         self._critic_config, self._value_loss = config.critic, ValueLoss(config.critic.clip)
         self._reward_weights = config.reward.all_weights if config.reward.is_set else {}
         self._rollout = config.rollout
+        self._senders: dict[str, WeightSender] = {}
+        self._copies: Copies | None = None
+        self._last_withdrawn, self._so_far = 0, ""
+        if is_spare:
+            load_backend("offbeat.engine", config.engine.backend)  # imports what takes long
+            log_line("waits for the place of a rank")
+            return
+        mesh = self._join(rendezvous)
+        self._make_engines(mesh)
+        if checkpoint:
+            self._engine.load(Path(checkpoint))
+            if self._critic is not None:
+                self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
+        self._copies = Copies.of(self._engine)
+        if self._copies is not None:
+            self._copies.keep(0, {})
+        log_loaded(checkpoint or model_path, self._settings.dtype, began_s)
+        self._open_senders(socket_paths)
+        log_line("ready")
+
+    def _join(self, rendezvous: Rendezvous | None) -> Mesh | None:
+        """Become a rank, and meet the others."""
+        self._rank, self._is_alone = rendezvous.rank if rendezvous else 0, rendezvous is None
+        self._role, device = RoleName("trainer", self._rank), self._config.engine.device
+        stall_after_s = self._config.liveness.stall_after_s
+        return rendezvous.join(device, name=str(self._role), stall_after_s=stall_after_s) if rendezvous else None
+
+    def _make_engines(self, mesh: Mesh | None) -> None:
+        """Load the models, and find out what travels to the samplers."""
+        config = self._config
+        self._engine, self._critic = _create(config.engine.backend, self._settings, mesh), None
+        if config.algorithm.needs_critic:
+            self._critic = _create(config.critic.backend, self._critic_settings, mesh)
+        self._replays = self._follows_routes(config.rollout.replay_routes)
+        self._trace = make_trace(config.profile.plan(self._role, Path(self._trace_folder)), config.engine.device)
         self._in_float32: frozenset[str] = getattr(self._engine, "float32_weights", frozenset())
         self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
+
+    def _open_senders(self, socket_paths: list[str]) -> None:
+        """Offer the weights to the engines that fetch them from this rank."""
+        rollout, socket_path = self._rollout, socket_paths[self._rank]
         everything = [spec for plan in self._plans.values() for spec in plan.specs]
-        self._plan = BucketPlan.build(everything, config.rollout.sync_bucket_bytes)
-        self._rank, self._is_alone, self._so_far = rank, rendezvous is None, ""
-        changes, socket_path = config.rollout.full_sync_every - 1, socket_paths[rank]
+        self._plan = BucketPlan.build(everything, rollout.sync_bucket_bytes)
+        changes = rollout.full_sync_every - 1
         self._copy = WeightCopy(changes) if changes and socket_path else None
-        self._senders: dict[str, WeightSender] = {}
-        self._last_withdrawn = 0
-        folder = config.rollout.weight_folder or str(Path(trace_folder).parent / "weights")
-        self._transport = open_transport(config.rollout.weight_transport, device, folder)
+        folder = rollout.weight_folder or str(Path(self._trace_folder).parent / "weights")
+        self._transport = open_transport(rollout.weight_transport, self._config.engine.device, folder)
         if socket_path and self._transport.reach != "network":
-            self._senders[""] = self._transport.open_sender(socket_path, self._plan, name=str(role))
-        log_line("ready")
+            self._senders[""] = self._transport.open_sender(socket_path, self._plan, name=str(self._role))
+
+    async def interrupt(self) -> None:
+        """Break off what this rank waits for, as another has died.
+
+        A coroutine, so that it runs while another method waits in its thread.
+        """
+        interrupt_calls()
+
+    def rejoin(self, rendezvous: Rendezvous, socket_paths: list[str]) -> None:
+        """Be a rank of a trainer of which one has died: go on with the state after the last update of all ranks.
+
+        Args:
+            rendezvous: of all ranks, the new ones too.
+            socket_paths: as of all of them now.
+        """
+        began_s, is_new = time.monotonic(), self._copies is None
+        held = self._copies.held if self._copies is not None else None
+        if world := current_world():
+            self._engine.close()
+            del self._engine
+            world.abandon()
+        gc.unfreeze()  # what the actor has built at its start, and FSDP ties in circles
+        gc.collect()
+        self._make_engines(self._join(rendezvous))
+        self._copies = Copies.of(self._engine)
+        assert self._copies is not None
+        self._copies.recover(held)
+        gc.freeze()
+        if is_new:
+            self._open_senders(socket_paths)
+        seconds = time.monotonic() - began_s
+        log_line(f"{self._role} goes on from the state of update {self._copies.version}, after {seconds:.1f} s")
 
     def _follows_routes(self, wanted: str) -> bool:
         """Return whether sequences keep their routes.
@@ -161,8 +220,12 @@ class TrainerRole:
     def update(self, groups: list[SampledGroup], num_batches: int, number: int = 0) -> Metrics:
         """Train on groups: one optimizer step for each of `num_batches` mini batches in each pass; merge metrics."""
         began_s = time.monotonic()
+        if self._copies is not None and number < self._copies.version:
+            return self._copies.metrics  # a rank died after this update, which is in the state of all
         with self._trace(number):
             metrics = self._update(groups, num_batches, number)
+            if self._copies is not None:
+                self._copies.keep(number + 1, metrics)
         log_line(f"update {number + 1}: {len(groups)} groups in {time.monotonic() - began_s:.1f} s")
         return metrics
 
@@ -327,6 +390,8 @@ class TrainerRole:
         return self._so_far
 
     def close(self) -> None:
+        if not hasattr(self, "_engine"):  # a spare
+            return
         for sender in self._senders.values():
             sender.close()
         self._transport.close()
@@ -336,6 +401,12 @@ class TrainerRole:
         if world := current_world():
             world.leave()
         log_line("ended")
+
+
+def _create(backend: str, settings: TrainEngineConfig, mesh: Mesh | None) -> TrainEngine:
+    create = load_backend("offbeat.engine", backend).create
+    engine: TrainEngine = create(settings) if mesh is None else create(settings, mesh)
+    return engine
 
 
 def make_trace(plan: TracePlan | None, device: str) -> Callable[[int], AbstractContextManager[None]]:

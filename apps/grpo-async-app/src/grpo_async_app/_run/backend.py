@@ -2,11 +2,12 @@
 
 import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, Final, Literal
+from typing import Any, Final, Literal, TypeVar
 
 from grpo_async_app._config.resolved import ResolvedRun
 from grpo_async_app._fleet.fleet import Fleet
@@ -28,6 +29,7 @@ from offbeat_run import RunFolder, clock_s
 LOOP_FOLDER = "loop"
 """Folder beside the model in a checkpoint: what the loop resumes from. Readers do not take a folder for weights."""
 STATE_FILE = "state.json"
+T = TypeVar("T")
 _TRAINER: Final = str(RoleName("trainer"))
 """Name of all ranks of the trainer on the clock and in the timeline."""
 
@@ -240,7 +242,7 @@ class GrpoBackend:
     async def update(self, group_ids: tuple[int, ...], version: int) -> None:
         groups = [self._groups[group_id] for group_id in group_ids]
         await self._fleet.engines.to_training()
-        metrics = await self._train(groups, version)
+        metrics = await self._healing(lambda: self._train(groups, version))
         self._trainer_version = version + 1  # engines that come up late get this from now on
         for group_id in group_ids:
             del self._groups[group_id]
@@ -272,6 +274,15 @@ class GrpoBackend:
                 )
         return metrics
 
+    async def _healing(self, work: Callable[[], Awaitable[T]]) -> T:
+        """Do what needs the trainer; do it again where a rank has died meanwhile and was replaced."""
+        while True:
+            try:
+                return await work()
+            except OffbeatError:
+                if not await self._fleet.heal_trainer():
+                    raise
+
     def _note_worked(self, role: str, start_s: float, end_s: float) -> None:
         self._logger.worked(role, "train" if role == _TRAINER else "generate", start_s, end_s)
 
@@ -282,7 +293,7 @@ class GrpoBackend:
 
     async def sync(self, version: int, interrupt: bool) -> None:
         started_s = clock_s()
-        work = self._sync_all(version, interrupt)
+        work = self._healing(lambda: self._sync_all(version, interrupt))
         await self._fleet.name_who_is_late(work, f"sync {version}", self._config.async_.sync_deadline_s)
         self._logger.synced(version, started_s, clock_s())
         groups, self._alarming = self._alarming, []
@@ -301,7 +312,10 @@ class GrpoBackend:
         """Give engines that come up between two syncs what the trainer holds: maybe newer than what others do."""
         async for name in self._fleet.engines.late_engines():
             async with self._turn.between_actions():  # no update changes the weights meanwhile
-                await self._fleet.engines.sync_late(name, self._fleet.offer_weights(self._trainer_version))
+                await self._healing(lambda name=name: self._sync_late(name))  # type: ignore[misc]
+
+    async def _sync_late(self, name: str) -> None:
+        await self._fleet.engines.sync_late(name, self._fleet.offer_weights(self._trainer_version))
 
     # ── validation ────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -412,18 +426,17 @@ class GrpoBackend:
         await self._fleet.engines.to_training()
         self._is_saving = True
         with self._folder.checkpoints.write(self._policy.version) as folder:
-            await self._fleet.trainer.call(
-                "save",
-                str(folder),
-                self._config.checkpoint.save_optimizer,
-                deadline_s=self._config.async_.update_deadline_s,
-            )
+            await self._healing(partial(self._save, folder))
             save_groups(folder / LOOP_FOLDER, groups)
             loop = {"policy": dict(state), "prompts": mark_of(self._stream.prompts), **known}
             (folder / LOOP_FOLDER / STATE_FILE).write_text(json.dumps(loop))
         self._is_saving = False
         self.saved_version = self._policy.version
         self._folder.checkpoints.prune(self._config.checkpoint.keep)  # only when the new one is whole
+
+    async def _save(self, folder: Path) -> None:
+        with_optimizer, deadline_s = self._config.checkpoint.save_optimizer, self._config.async_.update_deadline_s
+        await self._fleet.trainer.call("save", str(folder), with_optimizer, deadline_s=deadline_s)
 
     # ── watching ──────────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -104,14 +104,11 @@ class ActorGroup:
     """
 
     def __init__(self, actors: Sequence[ActorHandle], silent_after_s: float) -> None:
-        self.actors = tuple(actors)
-        self._ends = {
-            each.name: asyncio.create_task(wait_gone(each, partial(each.call, "beat"), silent_after_s))
-            for each in actors
-        }
+        self.actors, self._silent_after_s = tuple(actors), silent_after_s
         self._gone: list[str] = []  # in the order of their ends
-        for name, end in self._ends.items():
-            end.add_done_callback(partial(self._note_end, name))
+        self._ends: dict[str, asyncio.Task[str]] = {}
+        for each in actors:
+            self._watch(each)
 
     @property
     def name(self) -> str:
@@ -152,6 +149,11 @@ class ActorGroup:
 
         return await self._unless_dead(map(end, self.actors))
 
+    @property
+    def dead(self) -> list[int]:
+        """Return the places of those that have died."""
+        return [place for place, actor in enumerate(self.actors) if not actor.alive]
+
     async def _unless_dead(self, calls: Iterable[Awaitable[Any]]) -> list[Any]:
         try:
             return await gather_or_cancel(calls)
@@ -185,7 +187,7 @@ class ActorGroup:
             log_tail: what is known of its last words.
         """
         await asyncio.wait(self._ends.values(), timeout=DEATH_SEEN_AFTER_S, return_when=asyncio.FIRST_COMPLETED)
-        return self._first_death(log_tail)
+        return self.first_death(log_tail)
 
     def raise_if_dead(self) -> None:
         """Raise when one is gone.
@@ -193,13 +195,34 @@ class ActorGroup:
         Raises:
             PeerFailedError: with the name of the one that died first.
         """
-        if (death := self._first_death()) is not None:
+        if (death := self.first_death()) is not None:
             raise death
 
-    def _note_end(self, name: str, _: object) -> None:
-        self._gone.append(name)
+    def _watch(self, actor: ActorHandle) -> None:
+        end = asyncio.create_task(wait_gone(actor, partial(actor.call, "beat"), self._silent_after_s))
+        self._ends[actor.name] = end
+        end.add_done_callback(partial(self._note_end, actor.name))
 
-    def _first_death(self, log_tail: str = "") -> PeerFailedError | None:
+    def put(self, actors: Mapping[int, ActorHandle]) -> None:
+        """Put actors in the places of others that have died, which are forgotten.
+
+        Args:
+            actors: by place.
+        """
+        gone = [self.actors[place].name for place in actors]
+        self._gone = [name for name in self._gone if name not in gone]
+        for name in gone:
+            self._ends.pop(name).cancel()
+        self.actors = tuple(actors.get(place, actor) for place, actor in enumerate(self.actors))
+        for actor in actors.values():
+            self._watch(actor)
+
+    def _note_end(self, name: str, end: "asyncio.Task[str]") -> None:
+        if self._ends.get(name) is end:  # else another has taken its place
+            self._gone.append(name)
+
+    def first_death(self, log_tail: str = "") -> PeerFailedError | None:
+        """Return the first death that the driver has noticed."""
         if not self._gone:
             return None
         name = self._gone[0]
@@ -263,7 +286,8 @@ def _spec_of_rank(spec: RoleSpec, place: Any) -> RoleSpec:
         spec,
         role=role,
         kwargs={**spec.kwargs, "rendezvous": place},
-        liveness_policy="abort",  # ranks that train together end themselves where they are stuck; others are supervised
+        # Ranks that train together end themselves where they are stuck; others are supervised.
+        liveness_policy="abort" if spec.liveness_policy == "report" else spec.liveness_policy,
         log_path=log_path and log_path.with_name(f"{role}.log"),
     )
 
