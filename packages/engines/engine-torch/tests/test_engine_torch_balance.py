@@ -14,8 +14,10 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from offbeat_core import ConfigError
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._formats import route_as_the_family
 from offbeat_engine_torch._layers.balance import RoutedTokens, Routers, find_bias, find_expert_layers, find_router
 from offbeat_engine_torch._layers.experts import EXPERTS_NAME, register_experts
+from offbeat_engine_torch._layers.replay import Routing
 from offbeat_mesh import Mesh
 
 FAMILIES = ["qwen3_moe", "gpt_oss", "glm4_moe", "minimax_m2"]
@@ -192,6 +194,10 @@ def test_choices_are_counted_in_compiled_blocks_too_in_one_graph_for_all(tmp_pat
     register_experts()
     model = AutoModelForCausalLM.from_pretrained(write_experts(tmp_path, "qwen3_moe"))
     model.set_experts_implementation(EXPERTS_NAME)
+    route_as_the_family(model)
+    routing = Routing(model)
+    with torch.autocast("cpu", dtype=torch.bfloat16), routing.watch():  # before routers are traced
+        model(torch.arange(5)[None])
     routers, counter = Routers(model, None, loss_weight=0.0, bias_rate=0.0), CompileCounterWithBackend("aot_eager")
     blocks = [block for block, _ in find_expert_layers(model)]
     compiled = [torch.compile(each.forward, backend=counter, fullgraph=True, dynamic=True) for each in blocks]

@@ -101,13 +101,46 @@ def test_layers_with_sinks_and_experts_are_compiled_for_each_kind_of_window(
 
 @pytest.mark.nightly
 @pytest.mark.timeout(300)
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_layers_of_experts_share_their_graphs_however_many_there_are(
+    family, as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss
+):
+    count_graphs.backend, num_kinds = "eager", 1 + (family == "gpt_oss")
+    batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(2)]
+    batches.append([batches[0][0]])  # without a prompt that is shared
+    for num_layers in (2, 4):
+        folder = write_layers(tmp_path / str(num_layers), family, num_layers)
+        torch._dynamo.reset()
+        count_graphs.clear()
+        engine = create(folder, "on")
+        assert count_graphs.frame_count == 2 * num_kinds, "with and without gradients"
+        train(engine, batches, weighted_loss)
+        assert count_graphs.frame_count == 4 * num_kinds, "with and without shared prompts too"
+        train(engine, [with_routes(batches[1], num_layers)], weighted_loss)
+        assert count_graphs.frame_count == 6 * num_kinds, "and with routes"
+
+
+def write_layers(folder, family, num_layers):
+    """Write a model of experts whose windows, if it has any, are in every other layer."""
+    if family == "gpt_oss":
+        kinds = ["sliding_attention", "full_attention"] * (num_layers // 2)
+        return write_model(folder, num_hidden_layers=num_layers, layer_types=kinds)
+    return tiny_model(folder, family, hidden_size=32, num_layers=num_layers)
+
+
+def with_routes(sequences, num_layers):
+    """Give sequences two experts of four for each token and layer, at random."""
+    rng = np.random.default_rng(0)
+    drawn = [rng.permuted(np.tile(np.arange(4), (len(each.ids), num_layers, 1)), axis=-1) for each in sequences]
+    return [replace(a, routes=(Routes.pack(b[..., :2]),)) for a, b in zip(sequences, drawn, strict=True)]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(300)
 def test_layers_whose_routers_follow_routes_are_compiled(as_a_gpu, count_graphs, tmp_path, make_groups, weighted_loss):
     folder = tiny_model(tmp_path / "moe", "qwen3_moe", hidden_size=32, num_layers=2)
     batches = [make_groups(seed=seed, prompt=(2, 14 + 9 * seed)) for seed in range(2)]
-    rng = np.random.default_rng(0)
-    for number, batch in enumerate(batches[:1]):
-        routes = [rng.permuted(np.tile(np.arange(4), (len(each.ids), 2, 1)), axis=-1)[..., :2] for each in batch]
-        batches[number] = [replace(a, routes=(Routes.pack(b),)) for a, b in zip(batch, routes, strict=True)]
+    batches[0] = with_routes(batches[0], num_layers=2)
     found, num_graphs = train(create(folder, "on"), batches, weighted_loss), count_graphs.frame_count
     wanted = train(create(folder, "off"), batches, weighted_loss)
     assert np.abs(found - wanted).max() < 0.02 * max(1, np.abs(wanted).max())

@@ -36,7 +36,7 @@ from offbeat_engine_torch._checkpoint import (
     save_state,
 )
 from offbeat_engine_torch._copies import PeerCopies, pack_state, unpack_state
-from offbeat_engine_torch._layers.balance import Routers, statistics
+from offbeat_engine_torch._layers.balance import statistics
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     arrange,
@@ -113,12 +113,7 @@ class TorchTrainEngine(StepCounts):
         names, first_not_finite = [piece.name for piece in policy.pieces], self._optimizer.first_not_finite
         self._steps = Steps(self._optimizer, ranks.exchange, names, first_not_finite)
         self._offloader = MemoryOffloader(device)
-        self._routers = Routers(
-            policy.model.whole,
-            policy.model.context.ranks if policy.model.context else None,
-            loss_weight=options.router_aux_loss,
-            bias_rate=options.router_bias_rate,
-        )
+        self._routers = policy.routers
         self._reference: Policy | None = None
         self._bad_loss = False
         self._reduce_once: bool | None = None

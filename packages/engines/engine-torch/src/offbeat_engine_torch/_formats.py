@@ -10,6 +10,7 @@ Shapes: T tokens, E hidden size, K experts of a token.
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any, Final
 
 import torch
@@ -64,6 +65,32 @@ def is_router(module: nn.Module) -> bool:
     return bool(_ROUTER.search(type(module).__name__))
 
 
+def wrap_router(router: nn.Module, wrapper: Callable[..., Any]) -> None:
+    """Let `wrapper` compute what a router returns.
+
+    By a class that all routers of a class share, and not by a forward of each router's own, which `torch.compile` takes
+    for a constant: it would compile each layer anew.
+
+    Args:
+        router: of a transformers model; those that it was wrapped in before stay.
+        wrapper: called with the router, its forward until now, and the arguments of the call.
+    """
+    family: Any = type(router)
+    place = f"wrapper_{len(family.__mro__)}"  # a class of its own has one more: no other wrapper is there
+    setattr(router, place, wrapper)
+    router.__class__ = _wrapped(family, place)
+
+
+@cache
+def _wrapped(family: Any, place: str) -> Any:
+    """Return a class of routers, of its family's name, whose wrapper is the attribute `place`."""
+
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        return getattr(self, place)(self, partial(family.forward, self), *args, **named)
+
+    return type(family.__name__, (family,), {"forward": forward, "__module__": family.__module__})
+
+
 def route_as_the_family(whole: Any) -> None:
     """Let routers compute in float32 under autocast where those of a transformers model of bfloat16 do.
 
@@ -76,43 +103,44 @@ def route_as_the_family(whole: Any) -> None:
     for path, module in whole.named_modules():
         if is_router(module):
             kept = {name for name, _ in module.named_parameters() if stays(f"{path}.{name}")}
-            module.forward = _Routing(module, kept, in_float32)
+            wrap_router(module, _Routing(kept, in_float32))
 
 
 class _Routing:
-    """The forward of a router.
+    """The format in which a router computes.
 
     Args:
-        router: whose forward it is.
         kept: names of its parameters that stay in float32.
         in_float32: by class, shared with other routers: those that compute in float32 outside of autocast.
     """
 
-    def __init__(self, router: nn.Module, kept: Collection[str], in_float32: dict[type, bool]) -> None:
-        self._router, self._own, self._kept, self._in_float32 = router, router.forward, kept, in_float32
+    def __init__(self, kept: Collection[str], in_float32: dict[type, bool]) -> None:
+        self._kept, self._in_float32 = kept, in_float32
 
-    def __call__(self, *args: Any, **named: Any) -> Any:
-        kind = next(self._router.parameters()).device.type
-        if torch.is_autocast_enabled(kind) and self._multiplies_in_float32(kind, args, named):
-            with self._as_the_family(kind):
-                return self._own(*args, **named)
-        return self._own(*args, **named)
+    def __call__(self, router: nn.Module, own: Callable[..., Any], *args: Any, **named: Any) -> Any:
+        kind = next(router.parameters()).device.type
+        if torch.is_autocast_enabled(kind) and self._multiplies_in_float32(router, kind, own, args, named):
+            with self._as_the_family(router, kind):
+                return own(*args, **named)
+        return own(*args, **named)
 
     @contextmanager
-    def _as_the_family(self, kind: str) -> Iterator[torch.dtype]:
+    def _as_the_family(self, router: nn.Module, kind: str) -> Iterator[torch.dtype]:
         """Run without autocast, with weights in the family's format."""
         dtype = torch.get_autocast_dtype(kind)
-        with _weights_in(dtype, self._router, self._kept), torch.autocast(kind, enabled=False):
+        with _weights_in(dtype, router, self._kept), torch.autocast(kind, enabled=False):
             yield dtype
 
     @torch.no_grad()
-    def _multiplies_in_float32(self, kind: str, args: tuple[Any, ...], named: Mapping[str, Any]) -> bool:
+    def _multiplies_in_float32(
+        self, router: nn.Module, kind: str, own: Callable[..., Any], args: tuple[Any, ...], named: Mapping[str, Any]
+    ) -> bool:
         """Return whether it does so even for activations and weights of another format; found out at the first call."""
-        router_class = type(self._router)
+        router_class = type(router)
         if router_class not in self._in_float32:
-            with self._as_the_family(kind) as dtype, _Products() as products:
+            with self._as_the_family(router, kind) as dtype, _Products() as products:
                 rounded = {name: _rounded(value, dtype) for name, value in named.items()}
-                self._own(*(_rounded(value, dtype) for value in args), **rounded)
+                own(*(_rounded(value, dtype) for value in args), **rounded)
             self._in_float32[router_class] = products.formats == {torch.float32}
         return self._in_float32[router_class]
 

@@ -18,6 +18,7 @@ from offbeat_device import Device, copy_to_device
 from offbeat_engine_torch._compiled import CompiledLayers, choose_compiled
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16, pack_layers
+from offbeat_engine_torch._layers.balance import Routers
 from offbeat_engine_torch._layers.context import PackShare
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recompute import OffloadedInputs, recompute_layers
@@ -71,6 +72,7 @@ class Policy:
 
     Attributes:
         is_compiled: its decoder layers run compiled.
+        routers: its routers' choices.
     """
 
     def __init__(
@@ -80,10 +82,11 @@ class Policy:
         device: Device,
         config: TrainEngineConfig,
         options: TorchEngineOptions,
+        routers: Routers,
         limit: LengthLimit | None = None,
         compiled: CompiledLayers | None = None,
     ) -> None:
-        self.model, self.pieces, self._limit = model, pieces, limit
+        self.model, self.pieces, self.routers, self._limit = model, pieces, routers, limit
         self.is_compiled = compiled is not None and compiled.runs
         self._vision = model.vision.inputs(config.model_path) if model.vision else None
         self.images: ImageInputs = self._vision or NoImages()
@@ -182,6 +185,12 @@ def make_policy(
         else:
             model, pieces = _load_parts(config, options, device, mesh, ranks)
         device.adapt(model.whole)
+        routers = Routers(
+            model.whole,
+            model.context.ranks if model.context else None,
+            loss_weight=options.router_aux_loss,
+            bias_rate=options.router_bias_rate,
+        )
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         compiled = choose_compiled(model, config, options, device, kernel, ranks)
         if config.activation_checkpointing:
@@ -202,7 +211,7 @@ def make_policy(
         log.warning(
             "%s: torch computes the gated delta rule, which is slower than kernels: install %s", folder, missing
         )
-    return Policy(model, pieces, device, config, options, limit, compiled)
+    return Policy(model, pieces, device, config, options, routers, limit, compiled)
 
 
 def attention_kernel(device: Device) -> str:

@@ -13,7 +13,7 @@ Shapes: t tokens of a micro-batch on this rank, X experts, K experts of a token,
 pack, S its sequences.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -27,7 +27,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from offbeat_core import ConfigError, Metric, Metrics
-from offbeat_engine_torch._formats import ROUTER_BIASES, is_router
+from offbeat_engine_torch._formats import ROUTER_BIASES, is_router, wrap_router
 from offbeat_engine_torch._layers.exchange import ContextParallel
 from offbeat_engine_torch._layers.plan import to_device
 from offbeat_training import MicroBatch
@@ -209,10 +209,10 @@ class _Scores:
     """
 
     def __init__(self, router: nn.Module, num_experts: int, routers: Routers) -> None:
-        self._own, self._num_experts, self._routers = router.forward, num_experts, routers
+        self._num_experts, self._routers = num_experts, routers
         self._logits: Tensor | None = None
         self._has_sigmoids: bool | None = None
-        router.forward = self._watched
+        wrap_router(router, self)
 
     def probabilities(self) -> Tensor:
         """Return those of the last call, [t, X] float32, which add up to 1 for each token; once."""
@@ -223,15 +223,15 @@ class _Scores:
         scores = logits.sigmoid()
         return scores / scores.sum(-1, keepdim=True)
 
-    def _watched(self, *args: Any, **named: Any) -> Any:
+    def __call__(self, router: nn.Module, own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if self._routers.now is None:
-            return self._own(*args, **named)
+            return own(*args, **named)
         if self._has_sigmoids is None:
             with _Sigmoids() as sigmoids:
-                found = self._own(*args, **named)
+                found = own(*args, **named)
             self._has_sigmoids = sigmoids.seen
         else:
-            found = self._own(*args, **named)
+            found = own(*args, **named)
         tensors = [each for each in found if each.is_floating_point() and each.shape[-1] == self._num_experts]
         self._logits = tensors[0].reshape(-1, self._num_experts)
         return found

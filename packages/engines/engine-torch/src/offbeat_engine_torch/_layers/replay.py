@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from offbeat_core import ModelError, TrainSequence
-from offbeat_engine_torch._formats import is_router
+from offbeat_engine_torch._formats import is_router, wrap_router
 
 _TOPK: Final = (torch.topk, Tensor.topk)
 
@@ -25,7 +25,7 @@ class Routing:
     """The routers of a model, which choose by themselves unless they are given routes.
 
     Args:
-        whole: a transformers model; the forward of each of its routers is replaced.
+        whole: a transformers model; each of its routers is wrapped.
 
     Attributes:
         problem: why routes cannot be replayed, once the routers were watched; "" where they can.
@@ -97,7 +97,7 @@ def _layer_of(name: str) -> int:
 
 
 class _Router:
-    """The forward of a router.
+    """The choice of a router.
 
     Attributes:
         layer: number of its decoder layer.
@@ -114,9 +114,8 @@ class _Router:
         self.num_experts = self.num_chosen = 0
         self.route_TK: Tensor | None = None
         self.differs_T: Tensor | None = None
-        self._own: Callable[..., Any] = module.forward
         self._name, self._method = type(module).__name__, getattr(module, "topk_method", "greedy")
-        module.forward = self
+        wrap_router(module, self)
 
     @property
     def problem(self) -> str:
@@ -126,11 +125,11 @@ class _Router:
         # Its weights are scores of which those outside of the groups it chose itself are 0.
         return f"{self._name} weighs experts by groups" if self._method == "group_limited_greedy" else ""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, router: Any, own: Callable[..., Any], *args: Any, **named: Any) -> Any:
         if self.route_TK is None and not self.is_watched:
-            return self._own(*args, **kwargs)
+            return own(*args, **named)
         with _Choices(self):
-            return self._own(*args, **kwargs)
+            return own(*args, **named)
 
     def choose(self, scores_TE: Tensor, own: Any) -> Any:
         """Return what `topk` returns of the scores: of the route's experts, where there is one.
