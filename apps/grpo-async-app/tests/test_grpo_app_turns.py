@@ -7,7 +7,7 @@ import pytest
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.estimates import estimate_if_known
 from grpo_async_app._preflight.placement import place_run
-from grpo_async_app._preflight.turns import FILLED_SHARE, choose_parking
+from grpo_async_app._preflight.turns import FILLED_SHARE, choose_parking, with_parked
 from offbeat_core import load_config
 from offbeat_placement import ClusterView, MemoryEstimate, read_shape
 from offbeat_recipes import RunMemory
@@ -80,6 +80,8 @@ def test_the_least_is_parked_that_makes_room_in_each_turn(
         assert {rank.device for rank in placement.plan.ranks} == {0}
         settled, parking, (said,) = choose_parking(parsed, memory, placement)
         assert settled.cluster.sleep_level == parking.engines
+        in_main = with_parked(memory, parking, placement).roles["trainer"].main_bytes >> 30
+        assert in_main == (0, 4, 6 + trainer.get("critic", 0))[parking.trainer]
         if backend == "torch":
             assert (parking.engines, parking.trainer) == levels
             assert said.startswith(f"cluster.sleep_level = {levels[0]}: {parked}")

@@ -155,7 +155,7 @@ class Preflight:
             ),
             *([("ranks", self._ranks_text())] if config.engine.num_ranks > 1 else []),
             ("length", f"{self.num_updates} updates of {config.engine.batch_size} {rows}"),
-            *(self.memory.rows()[1:] if self.memory else [("memory", self._memory_text())]),
+            *(self.memory.rows(self.placement)[1:] if self.memory else [("memory", self._memory_text())]),
             ("disk", f"{size_text(self.required_bytes)} for checkpoints"),
             *(("notice", notice) for notice in self.notices),
         ]

@@ -56,7 +56,17 @@ class LateDevice(type(open_device("cpu"))):
 
     def __init__(self):
         super().__init__()
-        self.lanes = []
+        self.lanes, self._pinned = [], []
+
+    def pinned_memory(self, num_bytes):
+        memory = super().pinned_memory(num_bytes)
+        self._pinned.append(weakref.ref(memory.untyped_storage()))
+        return memory
+
+    @property
+    def pinned_bytes(self):
+        """Bytes of main memory that are held for values from here."""
+        return sum(held.nbytes() for each in self._pinned if (held := each()) is not None)
 
     def copy_lane(self):
         self.lanes.append(LateLane())

@@ -1,6 +1,7 @@
 """Inputs of layers wait in main memory: the same gradients, and those of two layers on the device."""
 
 import weakref
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -155,6 +156,20 @@ def test_the_plan_counts_the_inputs_of_two_layers(folder):
     assert parts[0] - parts[1] == (10 - 2) * 100 * 4 * shape.hidden
     kept = TrainMemory(tokens=100, offloads_inputs=True).estimate(shape).parts["activations"]
     assert kept == TrainMemory(tokens=100).estimate(shape).parts["activations"], "all is kept without recomputing"
+
+
+def test_the_plan_counts_the_main_memory_that_inputs_wait_in(folder, make_groups, weighted_loss, monkeypatch):
+    device, settings, shape = LateDevice(), config(folder), read_shape(str(folder))
+    monkeypatch.setattr("offbeat_engine_torch._engine.open_device", lambda *_: device)
+    engine, sizes = TorchTrainEngine.create(settings), []
+    keep = OffloadedInputs.memory
+    monkeypatch.setattr(OffloadedInputs, "memory", lambda *args: (keep(*args), sizes.append(device.pinned_bytes))[0])
+    engine.forward_backward(make_groups(), weighted_loss)
+    memory = train_memory(settings, TorchTrainEngine.plan(settings), shape, on_cpu=True)
+    main = memory.estimate(shape).main
+    assert main == {"inputs of layers": 48 * shape.num_layers * shape.hidden * 4}
+    assert 0.75 * main["inputs of layers"] <= max(sizes) <= main["inputs of layers"], "packs are nearly full"
+    assert replace(memory, recomputes=False).estimate(shape).main == {}
 
 
 def test_it_does_nothing_where_nothing_is_recomputed_and_says_so(folder, caplog, make_groups, weighted_loss):

@@ -123,6 +123,17 @@ def test_ranks_make_the_same_updates(way, mesh, tmp_path, make_groups, weighted_
     assert not any(each.untyped_storage().nbytes() for each in leaves._optimizer.moments())
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_the_plan_counts_the_main_memory_that_moments_wait_in(way, folder, make_groups, weighted_loss, late):
+    settings, shape = config(folder, **WAYS[way]), read_shape(str(folder))
+    engine = TorchTrainEngine.create(settings)
+    train(engine, make_groups, weighted_loss, [0])
+    main = train_memory(settings, TorchTrainEngine.plan(settings), shape, on_cpu=True).estimate(shape).main
+    assert main.keys() == {"optimizer"}
+    # Vectors have moments in float32 in every way, and counts of steps are of 4 bytes.
+    assert main["optimizer"] == pytest.approx(late.pinned_bytes, rel=0.01 if way in ("float32", "lora") else 0.1)
+
+
 def test_the_plan_counts_two_parameters(folder):
     settings, shape = config(folder), read_shape(str(folder))
     layout = TorchTrainEngine.plan(settings)

@@ -28,6 +28,38 @@ def test_memory_is_told_with_what_the_device_has(tmp_path):
     assert notice.startswith("a trainer rank needs about 141 GiB and its device has 16 GiB: take more ranks")
 
 
+def test_main_memory_is_told_of_each_node_on_which_something_waits(tmp_path):
+    """Three ranks on one node and one on the other, where an engine computes on processors too."""
+    nodes = tmp_path / "nodes.toml"
+    nodes.write_text(
+        '[[nodes]]\nname = "a"\naccelerators = 3\nmemory_gib = 100\n[[nodes]]\nname = "b"\naccelerators = 1\n'
+    )
+    groups = (RankGroup(role="trainer", num_replicas=4), RankGroup(role="rollout", accelerator=""))
+    placement = ResourceRequest(groups=groups).place(ClusterView.named(str(nodes), ["cuda"]))
+    assert {rank.node for rank in placement.plan.ranks if rank.role == "rollout"} == {"a"}
+    shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
+
+    def memory(**main_gib):
+        main = {name.replace("_", " "): size * 2**30 for name, size in main_gib.items()}
+        trainer, rollout = MemoryEstimate({"weights": 2**30}, main), MemoryEstimate({"weights": 7 * 2**30})
+        advice = dict.fromkeys(("trainer", "rollout"), "")
+        return RunMemory(shape, {"trainer": trainer, "rollout": rollout}, advice)
+
+    fits = memory(optimizer=30, inputs_of_layers=1)
+    assert fits.rows(placement)[1][1].endswith("; in main memory optimizer 30 GiB + inputs of layers 1 GiB")
+    rows = [text for what, text in fits.rows(placement) if what == "main memory"]
+    assert rows == ["a: 100 GiB (of 100 GiB, 100%)", "b: 31 GiB"]
+    assert fits.notices(placement) == []
+    assert memory(parked=32).notices(placement) == [
+        "a: 103 GiB of main memory needed and 100 GiB free: cluster.colocate = false, or fewer ranks on a node"
+    ]
+    [notice] = memory(optimizer=30, inputs_of_layers=2).notices(placement)
+    changed = "engine.options.offload_optimizer = false, or engine.options.offload_activations = false, or fewer ranks"
+    assert changed in notice
+    assert all(what != "main memory" for what, _ in memory().rows(placement)), "no rank offloads, so none is counted"
+    assert memory().notices(placement) == []
+
+
 def test_roles_that_take_turns_are_not_added_up_and_a_teacher_is_added_to_each(tmp_path):
     shape = read_shape(str(large_model_configs(tmp_path) / "Qwen3-8B"))
     nodes = tmp_path / "nodes.toml"

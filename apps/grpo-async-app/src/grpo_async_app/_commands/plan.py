@@ -18,7 +18,7 @@ from grpo_async_app._preflight.platform import choose_for_platform
 from grpo_async_app._preflight.preflight import Preflight, check_run
 from grpo_async_app._preflight.settings import check_settings, find_problems
 from grpo_async_app._preflight.sources import check_rewards
-from grpo_async_app._preflight.turns import choose_parking
+from grpo_async_app._preflight.turns import choose_parking, with_parked
 from offbeat_core import BackendError, TrainLayout, as_written
 from offbeat_placement import ClusterView, ResourceRequest, SettingValue, available_cpus
 from offbeat_recipes import Planner, RunPlan, layout_elsewhere, layout_row, plan_unseen, sample_row
@@ -60,11 +60,11 @@ class GrpoPlanner(Planner[GrpoConfig]):
         wanted = assume_budget(config).train_engine(config.model.path, engine.max_updates)
         layout = layout_elsewhere(wanted, engine.backend, engine.num_ranks)
         config, budget = settle_budget(config, layout, placement)
-        config, _, turns = choose_parking(config, estimate_if_known(config, layout, placement), placement)
+        config, parking, turns = choose_parking(config, estimate_if_known(config, layout, placement), placement)
         batch = BatchArithmetic(config, layout)
         return plan_unseen(
             placement,
-            lambda: estimate_memory(config, layout, placement),
+            lambda: with_parked(estimate_memory(config, layout, placement), parking, placement),
             rows=[
                 *batch.rows(),
                 *_describe_routes(config, batch),

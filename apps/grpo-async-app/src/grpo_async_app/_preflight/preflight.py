@@ -28,7 +28,7 @@ from grpo_async_app._preflight.platform import choose_for_platform, device_kinds
 from grpo_async_app._preflight.settings import check_choices, check_correction, engine_notices
 from grpo_async_app._preflight.sources import check_end, check_rewards, naming
 from grpo_async_app._preflight.trainer import check_devices, plan_trainer
-from grpo_async_app._preflight.turns import choose_parking
+from grpo_async_app._preflight.turns import choose_parking, with_parked
 from grpo_async_app._scoring.trial import try_reward
 from offbeat_actors import check_processes
 from offbeat_core import ConfigError, TrainLayout, as_written
@@ -305,7 +305,7 @@ def _fit_memory(
     config, budget = settle_budget(config, layout, placement, longest_prompt)
     memory = estimate_if_known(config, layout, placement, longest_prompt)
     config, parking, turns = choose_parking(config, memory, placement)
-    return config, memory, parking, (*budget, *turns)
+    return config, memory and with_parked(memory, parking, placement), parking, (*budget, *turns)
 
 
 def _count_updates(config: GrpoConfig, num_prompts: int) -> int:

@@ -40,6 +40,17 @@ def choose_parking(
     return settled, parking, (f"cluster.sleep_level = {parking.engines}: {parked} ({parking.why})",)
 
 
+def with_parked(memory: RunMemory, parking: Parking, placement: Placement) -> RunMemory:
+    """Return the memory with what the trainer parks in main memory, in the engines' turn, of its accelerators."""
+    estimate, taken = memory.roles["trainer"], ("optimizer", "reference", "weights", "critic")
+    names = taken[: (0, 2, 4)[parking.trainer]] if _turn_takers(placement) else ()
+    parked = sum(estimate.parts.get(name, 0) for name in names if name not in estimate.main)
+    if not parked or placement.is_on_cpu("trainer"):
+        return memory
+    trainer = replace(estimate, main={**estimate.main, "parked": parked})
+    return replace(memory, roles={**memory.roles, "trainer": trainer})
+
+
 def _engine_levels(backend: str) -> tuple[int, ...]:
     """Return the sleep levels of an engine that make sense, from the least on."""
     if backend not in installed_backends("offbeat.rollout"):

@@ -1,6 +1,7 @@
 """`plan`: where every rank would go, what it would hold, and what it would do. Starts nothing."""
 
 import json
+import math
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,6 +25,12 @@ from offbeat_run import CommandWords, count_text, doing, print_table, print_text
 
 PLAN_OPTIONS: Final = ("cluster", "fit", "format")
 PLAN_SWITCHES: Final = ("shrink",)
+_KEEPS_ON_DEVICE: Final = {
+    "optimizer": "engine.options.offload_optimizer = false",
+    "inputs of layers": "engine.options.offload_activations = false",
+    "parked": "cluster.colocate = false",
+}
+"""Settings that leave on the device what would wait in main memory."""
 _FORMATS: Final = ("text", "json")
 _SAMPLE_CHARACTERS: Final = 400, 200
 """Lengths of the beginning and the end of a text that a plan shows: they hold what a template writes."""
@@ -55,12 +62,26 @@ class RunMemory:
         rows = [("parameters", model)]
         for role, estimate in self.roles.items():
             of = _of_text(estimate, placement, role) if placement else ""
-            rows.append((f"{role} memory", f"{_parts_text(estimate)}{of}"))
+            waits = f"; in main memory {_sum_text(estimate.main)}" if estimate.main else ""
+            rows.append((f"{role} memory", f"{_parts_text(estimate)}{of}{waits}"))
+        for nodes, (needed, has) in placement.main_memory(self.roles).items() if placement else ():
+            of = f" (of {size_text(has)}, {needed / has:.0%})" if has < math.inf else ""
+            rows.append(("main memory", f"{nodes}: {size_text(needed)}{of}"))
         return rows
 
     def notices(self, placement: Placement) -> list[str]:
-        """Devices that hold too little for a rank of a role, alone or with what is loaded there all the time."""
-        return [notice for role in self.roles if (notice := self._notice(placement, role))]
+        """Devices that hold too little for a rank of a role, alone or with what is loaded there all the time.
+
+        Then nodes whose main memory holds too little for what waits there.
+        """
+        found = [notice for role in self.roles if (notice := self._notice(placement, role))]
+        waits = {name for estimate in self.roles.values() for name in estimate.main}
+        changes = [*(change for name, change in _KEEPS_ON_DEVICE.items() if name in waits), "fewer ranks on a node"]
+        return found + [
+            f"{nodes}: {size_text(needed)} of main memory needed and {size_text(has)} free: {', or '.join(changes)}"
+            for nodes, (needed, has) in placement.main_memory(self.roles).items()
+            if needed > has
+        ]
 
     def _notice(self, placement: Placement, role: str) -> str:
         has, needed = placement.accelerator_bytes(role), self.roles[role].num_bytes
@@ -102,8 +123,11 @@ class RunMemory:
 
 
 def _parts_text(estimate: MemoryEstimate) -> str:
-    parts = " + ".join(f"{name} {size_text(size)}" for name, size in estimate.parts.items())
-    return f"{size_text(estimate.num_bytes)} a rank: {parts}"
+    return f"{size_text(estimate.num_bytes)} a rank: {_sum_text(estimate.parts)}"
+
+
+def _sum_text(parts: Mapping[str, int]) -> str:
+    return " + ".join(f"{name} {size_text(size)}" for name, size in parts.items())
 
 
 def _limit_text(limit: int, placement: Placement, role: str) -> str:
@@ -148,8 +172,11 @@ class RunPlan:
             placed = {**self.placement.plan.as_data(), "nodes": nodes}
         roles = self.memory.roles if self.memory else {}
         bytes_of = {role: {**estimate.parts, "all": estimate.num_bytes} for role, estimate in roles.items()}
+        main = {
+            role: {**estimate.main, "all": estimate.main_bytes} for role, estimate in roles.items() if estimate.main
+        }
         rows = [{"what": what, "text": text} for what, text in self.rows]
-        return {**placed, "memory_bytes": bytes_of or None, **self.facts, "rows": rows}
+        return {**placed, "memory_bytes": bytes_of or None, "main_memory_bytes": main, **self.facts, "rows": rows}
 
 
 def sample_row(what: str, text: str, template: str) -> tuple[str, str]:

@@ -4,7 +4,7 @@ Estimates leave out what cannot be known beforehand: fragmentation, the runtime'
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,14 +23,25 @@ _CHUNK_TOKENS: Final = 64
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes on one device, by what they are for."""
+    """Bytes of one rank, by what they are for.
+
+    Args:
+        parts: on its device.
+        main: in main memory, where it is not its device: what waits there until the device has use for it.
+    """
 
     parts: Mapping[str, int]
+    main: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def num_bytes(self) -> int:
-        """All parts together."""
+        """All parts on the device together."""
         return sum(self.parts.values())
+
+    @property
+    def main_bytes(self) -> int:
+        """All that waits in main memory."""
+        return sum(self.main.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,7 +120,12 @@ class TrainMemory:
             "activations": self._activations(shape),
             "logits": self._logits(shape),
         }
-        return MemoryEstimate({name: int(size) for name, size in parts.items() if size})
+        main = {
+            "optimizer": self._optimizer_states(shape) if self.offloads_optimizer else 0,
+            "inputs of layers": self._inputs(shape) if self.recomputes and self.offloads_inputs else 0,
+        }
+        device_parts, main_parts = ({name: int(size) for name, size in each.items() if size} for each in (parts, main))
+        return MemoryEstimate(device_parts, main_parts)
 
     def _gathered(self, shape: ModelShape) -> float:
         """Return what FSDP holds of whole tensors: a block while the one before it computes, and the vocabulary.
@@ -144,14 +160,19 @@ class TrainMemory:
         return num_bytes
 
     def _optimizer(self, shape: ModelShape) -> float:
-        """Bytes of the optimizer's state on one rank."""
-        num_bytes = self._trained(shape, 1) * self.optimizer_bytes
-        if self.vocabulary_optimizer_bytes and not self.lora_rank:
-            num_bytes += self._vocabulary(shape, 1) * (self.vocabulary_optimizer_bytes - self.optimizer_bytes)
+        """Bytes of the optimizer's state on one rank's device."""
+        num_bytes = self._optimizer_states(shape)
         if self.offloads_optimizer:  # no two parameters are larger than embedding and a block
             share = self.tensor_parallel * self._share(1, self.data_parallel)
             of_vocabulary = shape.vocabulary * shape.hidden * (self.vocabulary_optimizer_bytes or self.optimizer_bytes)
             num_bytes = min(num_bytes, (of_vocabulary + shape.block_parameters * self.optimizer_bytes) / share)
+        return num_bytes
+
+    def _optimizer_states(self, shape: ModelShape) -> float:
+        """Bytes of the optimizer's state of one rank, wherever it is."""
+        num_bytes = self._trained(shape, 1) * self.optimizer_bytes
+        if self.vocabulary_optimizer_bytes and not self.lora_rank:
+            num_bytes += self._vocabulary(shape, 1) * (self.vocabulary_optimizer_bytes - self.optimizer_bytes)
         return num_bytes
 
     def _vocabulary(self, shape: ModelShape, stage: int) -> float:
@@ -182,11 +203,15 @@ class TrainMemory:
         """Return what the forward pass keeps for the backward pass."""
         kept = block_bytes(shape, self.compute_bytes, fuses_recurrence=self.fuses_recurrence)
         blocks = [num_bytes / self.tensor_parallel for num_bytes in kept]
-        num_inputs = shape.num_layers / self.pipeline_parallel
-        inputs = (min(num_inputs, 2) if self.offloads_inputs else num_inputs) * shape.hidden * self.compute_bytes
-        of_token = inputs + max(blocks) if self.recomputes else sum(blocks) / self.pipeline_parallel
         # A pipeline's first rank holds as many micro-batches as there are stages.
-        return self.tokens * of_token * self.pipeline_parallel
+        if not self.recomputes:
+            return self.tokens * sum(blocks)
+        here = min(1.0, 2 * self.pipeline_parallel / shape.num_layers) if self.offloads_inputs else 1
+        return self._inputs(shape) * here + self.tokens * max(blocks) * self.pipeline_parallel
+
+    def _inputs(self, shape: ModelShape) -> float:
+        """Return the inputs of all blocks of one rank, of as many micro-batches as it holds."""
+        return self.tokens * shape.num_layers * shape.hidden * self.compute_bytes
 
     def _logits(self, shape: ModelShape) -> float:
         """float32 logits and their gradient, and what is kept."""

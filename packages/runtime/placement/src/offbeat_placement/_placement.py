@@ -1,14 +1,16 @@
 """The one call: nodes and groups in, a checked plan or one error out; and the settings that make a run fit."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
 from offbeat_core import PlacementError
 from offbeat_placement._check import check_plan
+from offbeat_placement._memory import MemoryEstimate
 from offbeat_placement._plan import Block, Plan, draw_plan, plan_blocks
 from offbeat_placement._planner import Part, allocate, find_plan
-from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, sort_nodes
+from offbeat_placement._resources import Allocation, ClusterView, Node, RankGroup, names_text, sort_nodes
 from offbeat_placement._shortfall import Suggestion, allocation_error, misfit_error, suggest_changes
 
 SettingValue = bool | int
@@ -84,6 +86,24 @@ class Placement:
     def is_on_cpu(self, role: str) -> bool:
         """None of its ranks has an accelerator."""
         return all(rank.device is None for rank in self.plan.ranks if rank.role == role)
+
+    def main_memory(self, roles: Mapping[str, MemoryEstimate]) -> dict[str, tuple[int, float]]:
+        """Return, by the names of nodes alike, bytes of main memory that their ranks need, and those that are free.
+
+        Needed is what waits there for a device, and all of ranks that have none. Empty where nothing waits.
+
+        Args:
+            roles: memory of one rank of each.
+        """
+        held: Counter[str] = Counter()
+        for rank in self.plan.ranks:
+            if (estimate := roles.get(rank.role)) is not None:
+                held[rank.node] += estimate.main_bytes + (rank.device is None) * estimate.num_bytes
+        alike: defaultdict[tuple[int, float], list[str]] = defaultdict(list)
+        for node in self.nodes if any(estimate.main for estimate in roles.values()) else ():
+            if held[node.name]:
+                alike[held[node.name], node.memory_bytes].append(node.name)
+        return {names_text(names): sizes for sizes, names in alike.items()}
 
     def accelerator_bytes(self, role: str) -> int:
         """Memory of the smallest accelerator that a role uses; 0 if unknown."""
