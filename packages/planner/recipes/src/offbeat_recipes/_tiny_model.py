@@ -29,14 +29,26 @@ _MARKS: Final = {
 }
 _MARKS_OF_GEMMA: Final = {
     "gemma3": {"boi": "<start_of_image>", "eoi": "<end_of_image>", "image": "<image_soft_token>"},
-    "gemma4": {"boi": "<|image>", "eoi": "<image|>", "image": "<|image|>", "video": "<|video|>"},
+    "gemma4": {
+        "boi": "<|image>",
+        "eoi": "<image|>",
+        "image": "<|image|>",
+        "video": "<|video|>",
+        "boa": "<|audio>",
+        "eoa": "<audio|>",
+        "audio": "<|audio|>",
+    },
 }
 """Marks of a family by the names of their ids, and of the tokenizer's attributes, which its processor asks for."""
 _IMAGE: Final = "<|vision_start|><|image_pad|><|vision_end|>"
 _IMAGE_OF_GEMMA: Final = {"gemma3": "<start_of_image>", "gemma4": "<|image|>"}
 """Text that a family's chat template writes for an image."""
+_NEWLINES: Final = ["\n" * count for count in range(1, 5)]
+"""Tokens of Gemma 3: its processor writes two newlines on each side of an image, and vLLM asks for up to four."""
 _SQUARES: Final = 4
 """Tokens along each side of an image of Gemma 3."""
+_MAX_SOFT_TOKENS: Final = 70
+"""Most tokens of an image of Gemma 4: the least that its processor takes."""
 _CHAT_TEMPLATE: Final = (
     "{% for message in messages %}{% if message['content'] is string %}{{ message['content'] }}{% else %}"
     "{% for part in message['content'] %}{% if part['type'] == 'image' %}<|vision_start|><|image_pad|><|vision_end|>"
@@ -168,7 +180,7 @@ def write_tiny_model(
     sees = family in SEEING
     if sees:
         marks = _MARKS_OF_GEMMA.get(family, _MARKS)
-        tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
+        _add_marks(tokenizer, family, marks)
         tokenizer.chat_template = chat_template.replace(_IMAGE, _IMAGE_OF_GEMMA.get(family, _IMAGE))
     shape = {
         **_text_settings(tokenizer, family),
@@ -257,7 +269,7 @@ def _tower_settings(family: str) -> dict[str, Any]:
             own_side = {"image_size": _SQUARES * SQUARE_PX, "vision_use_head": False}
         else:
             own_side = {"num_key_value_heads": 2, "head_dim": 16, "pooling_kernel_size": _MERGE}
-            own_side["position_embedding_size"] = 256
+            own_side |= {"position_embedding_size": 256, "default_output_length": _MAX_SOFT_TOKENS}
         return {"patch_size": _PATCH_PX, **shape, **own_side}
     own: dict[str, dict[str, Any]] = {
         "qwen3_vl": {"num_position_embeddings": 64, "deepstack_visual_indexes": [0]},
@@ -276,6 +288,17 @@ def _tower_settings(family: str) -> dict[str, Any]:
         "out_hidden_size": 64,
         **own[family],
     }
+
+
+def _add_marks(tokenizer: Any, family: str, marks: Mapping[str, str]) -> None:
+    if family not in _MARKS_OF_GEMMA:
+        tokenizer.add_special_tokens({"additional_special_tokens": list(marks.values())})
+        return
+    named = {f"{name}_token": mark for name, mark in marks.items()}
+    tokenizer._set_model_specific_special_tokens(special_tokens=named)
+    tokenizer.add_special_tokens(named)
+    if family == "gemma3":
+        tokenizer.add_tokens(_NEWLINES)
 
 
 def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens: int) -> None:
@@ -299,12 +322,24 @@ def _write_processor(folder: Path, family: str, tokenizer: Any, max_image_tokens
 
 
 def _write_gemma_processor(folder: Path, family: str, tokenizer: Any) -> None:
-    """Write the image processor; with torchvision the whole processor."""
+    """Write the image processor; with torchvision the whole processor, which vLLM asks for."""
     transformers: Any = import_module("transformers")
-    name, torchvision = {"gemma3": "Gemma3", "gemma4": "Gemma4"}[family], find_spec("torchvision") is not None
-    side = _SQUARES * SQUARE_PX
-    own: dict[str, Any] = {"patch_size": _PATCH_PX, "pooling_kernel_size": _MERGE, "max_soft_tokens": 70}
-    if family == "gemma3":
-        own = {"size": {"height": side, "width": side}}
-    kind = f"{name}ImageProcessor" if torchvision else f"{name}ImageProcessorPil"
-    getattr(transformers, kind)(**own).save_pretrained(folder)
+    name, side = {"gemma3": "Gemma3", "gemma4": "Gemma4"}[family], _SQUARES * SQUARE_PX
+    own: dict[str, Any] = {"size": {"height": side, "width": side}}
+    if family == "gemma4":
+        own = {"patch_size": _PATCH_PX, "pooling_kernel_size": _MERGE, "max_soft_tokens": _MAX_SOFT_TOKENS}
+    if find_spec("torchvision") is None:
+        getattr(transformers, f"{name}ImageProcessorPil")(**own).save_pretrained(folder)
+        return
+    more: dict[str, Any] = {"image_seq_length": _SQUARES**2}
+    if family == "gemma4":
+        more = {
+            "feature_extractor": transformers.Gemma4AudioFeatureExtractor(),
+            "video_processor": transformers.Gemma4VideoProcessor(**own),
+        }
+    getattr(transformers, f"{name}Processor")(
+        image_processor=getattr(transformers, f"{name}ImageProcessor")(**own),
+        tokenizer=tokenizer,
+        chat_template=tokenizer.chat_template,
+        **more,
+    ).save_pretrained(folder)
