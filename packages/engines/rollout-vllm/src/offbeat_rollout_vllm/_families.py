@@ -16,6 +16,19 @@ Source: vllm 0.32.0, vllm/model_executor/models/registry.py.
 """
 
 
+SEEING_BOTH_WAYS: Final = ("gemma3", "paligemma", "molmo2", "moondream3", "bagel")
+"""Types of models in which tokens of an image see each other, also those that come later.
+
+Source: vllm 0.32.0, vllm/transformers_utils/model_arch_config_convertor.py (is_mm_prefix_lm).
+"""
+
+
+def sees_both_ways(model: Mapping[str, Any]) -> bool:
+    """Return whether tokens of an image see those that come later, by a model's config.json."""
+    text = model.get("text_config") or {}
+    return model.get("model_type") in SEEING_BOTH_WAYS or text.get("use_bidirectional_attention") == "vision"
+
+
 def check_router(model: Mapping[str, Any]) -> None:
     """Refuse a DeepSeek-V3 whose experts vLLM would score otherwise than transformers.
 

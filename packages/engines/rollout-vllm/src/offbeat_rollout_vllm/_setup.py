@@ -24,7 +24,7 @@ from offbeat_core import (
     engine_needs,
     read_model_json,
 )
-from offbeat_rollout_vllm._families import check_router, served_architecture
+from offbeat_rollout_vllm._families import check_router, sees_both_ways, served_architecture
 from offbeat_rollout_vllm._forms import AsyncForm, EngineForm, InProcessForm
 from offbeat_rollout_vllm._fp8_blocks import (
     FP8,
@@ -209,7 +209,10 @@ class Setup:
         self.notices += filter(None, [needs.notice])
         arguments = {**needs.options, **extra, **self.traces.arguments}
         self.form, self.num_workers = choose_form(self.config, options, arguments, needs.variables, is_cpu=is_cpu)
-        capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=self.folder.has_vision)
+        takes_images = self.folder.has_vision and not (is_cpu and sees_both_ways(model))
+        if self.folder.has_vision and not takes_images:
+            self.notices += [IMAGES_ARE_CAUSAL.format(engine=f"{name} {version}", family=model.get("model_type"))]
+        capabilities = _capabilities(self.config, options, is_cpu=is_cpu, has_vision=takes_images)
         self.capabilities = replace(capabilities, routes=self.returns_routes)
 
     def first_weights(self) -> WeightStream | None:
@@ -228,6 +231,14 @@ Source: vllm 0.32.0, vllm/distributed/aux_output_connector/connector.py (take_ou
 vllm/v1/engine/output_processor.py; what it needs, Triton among it: vllm/config/vllm.py
 (_verify_aux_output_compatibility, use_v2_model_runner).
 """
+
+
+IMAGES_ARE_CAUSAL: Final = (
+    "{engine} on a CPU lets tokens of an image see earlier ones alone, and those of a {family} see each other: images "
+    "are refused, and text is served; sample images on a GPU, or with another backend"
+)
+"""Source: vllm 0.32.0, vllm/platforms/cpu.py (get_attn_backend_cls: CPU_ATTN, whatever is asked of it) and
+vllm/v1/attention/backends/cpu_attn.py, which knows no `mm_prefix_range`. Others are asked for `supports_mm_prefix`."""
 
 
 COMPRESSED: Final = ".kv_a_proj_with_mqa."
