@@ -13,8 +13,10 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from offbeat_core import ConfigError, TrainEngineConfig, TrainSequence
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._layers import recurrence
+from offbeat_engine_torch._layers.plan import AttentionPlan
 from offbeat_engine_torch._layout import check_context_parallel
 from offbeat_testing import reference_logprobs, reference_model
+from offbeat_training import Segment
 
 SMALL = {
     "vocab_size": 300,
@@ -207,6 +209,35 @@ def test_kernels_for_accelerators_are_given_sequences_apart(
     found = gradients(engine, sequences, weighted_loss)
     assert set(as_on_an_accelerator) == {"rule", "convolution"}
     assert_same_gradients(found, gradients_alone(folder, sequences))
+
+
+def rule_in_float64(query_THD, key_THD, value_TVD, g_TV, beta_TV):
+    """[T, V, D] of one sequence, token after token: arXiv:2412.06464, equation 10; H key heads, V value heads."""
+    times = value_TVD.shape[1] // key_THD.shape[1]
+    state_VDD, found = 0.0, []
+    for query_HD, key_HD, *rest in zip(query_THD, key_THD, value_TVD, g_TV, beta_TV, strict=True):
+        query_VD, key_VD = (each.double().repeat_interleave(times, 0) for each in (query_HD, key_HD))
+        value_VD, g_V, beta_V = (each.double() for each in rest)
+        state_VDD = g_V.exp()[:, None, None] * state_VDD
+        missing_VD = value_VD - (state_VDD * key_VD[..., None]).sum(1)
+        state_VDD = state_VDD + key_VD[..., None] * (beta_V[:, None] * missing_VD)[:, None]
+        found.append((state_VDD * query_VD[..., None]).sum(1) / query_VD.shape[-1] ** 0.5)
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_a_key_head_serves_a_run_of_value_heads(kernels, request):
+    """transformers 5.24 gives the rule fewer key heads than value heads; 5.19 has repeated them before."""
+    if kernels:
+        request.getfixturevalue("as_on_an_accelerator")
+    torch.manual_seed(0)
+    query, key = torch.nn.functional.normalize(torch.randn(2, 75, 2, 8), dim=-1)
+    given = (query, key, torch.randn(75, 4, 8), -torch.rand(75, 4), torch.rand(75, 4))
+    plan = AttentionPlan((Segment(start=0, length=5), Segment(start=5, length=70)), torch.device("cpu"))
+    rule = recurrence._packed_rule(inspect.unwrap(modeling_qwen3_5.torch_chunk_gated_delta_rule))
+    found = rule(*(each[None] for each in given), plan=plan)[0][0]
+    wanted = torch.cat([rule_in_float64(*(each[run] for each in given)) for run in (slice(5), slice(5, 75))])
+    torch.testing.assert_close(found, wanted.float(), atol=1e-5, rtol=1e-4)
 
 
 def test_adapters_are_on_all_linear_layers_and_merged(folder, make_groups, weighted_loss, tmp_path, caplog):

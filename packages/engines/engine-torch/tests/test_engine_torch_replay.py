@@ -93,7 +93,7 @@ class Replayed:
 
     def __init__(self, folder, weigh):
         plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **plain)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, **plain).double()
         self.own, self.routes = [], []
         for name, module in self.model.named_modules():
             if name.endswith((".mlp.gate", ".block_sparse_moe.gate", ".block_sparse_moe.router", ".mlp.router")):

@@ -83,6 +83,9 @@ def _packed_rule(reference: Callable[..., tuple[Tensor, Any]]) -> Callable[..., 
         with torch.autocast(query_1THD.device.type, enabled=False):
             if plan is None:
                 return reference(query_1THD, key_1THD, value_1THD, g=g, beta=beta, **settings)
+            times = value_1THD.shape[2] // key_1THD.shape[2]
+            if times > 1:  # transformers repeats key heads in the layer (5.19) or in the rule (5.24)
+                query_1THD, key_1THD = (x.repeat_interleave(times, 2) for x in (query_1THD, key_1THD))
             normalizes = {"use_qk_l2norm_in_kernel": settings.get("use_qk_l2norm_in_kernel", False)}
             fused = fused_rule() if _suits_kernels(query_1THD) else None
             rows, more = plan.whole_rows(), {}
