@@ -25,6 +25,7 @@ from megatron_yardstick import (
     policy_loss,
     train_with_transformers,
 )
+from tiny_families import write_tiny_family
 from torch import Tensor
 
 from offbeat_core import TrainEngine, TrainEngineConfig
@@ -32,6 +33,7 @@ from offbeat_engine_megatron import MegatronTrainEngine
 from offbeat_mesh import Mesh
 from offbeat_testing import tiny_model
 
+GROUPS: Final = {"n_routed_experts": 8, "num_experts_per_tok": 4, "n_group": 4, "topk_group": 2}
 MODELS: Final[dict[str, dict[str, Any]]] = {
     "qwen3": {"family": "qwen3", "tied": True},
     "qwen3-untied": {"family": "qwen3", "tied": False},
@@ -39,6 +41,27 @@ MODELS: Final[dict[str, dict[str, Any]]] = {
     "llama": {"family": "llama", "tied": False},
     "qwen3-moe": {},
 }
+MORE_FAMILIES: Final[dict[str, dict[str, Any]]] = {
+    "mistral": {"sliding_window": None},
+    "qwen2-moe": {"mlp_only_layers": [1], "shared_expert_intermediate_size": 48},
+    "glm4-moe": {"attention_bias": True, "n_shared_experts": 2, **GROUPS},
+    "deepseek-v3": {
+        **GROUPS,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    },
+    "glm4-moe-lite": {"q_lora_rank": None, "v_head_dim": 24},
+    "dots1": {"first_k_dense_replace": 2, "norm_topk_prob": True, "sliding_window": None},
+}
+"""Settings of each family, beside those of `write_tiny_family`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,7 +69,7 @@ class Layout:
     """A model, the sizes of the mesh's axes that are not 1, and what else is set.
 
     Args:
-        model: one of `MODELS`.
+        model: one of `MODELS` or `MORE_FAMILIES`.
         axes: of the mesh.
         options: of the engine.
         recompute: activation checkpointing.
@@ -134,7 +157,21 @@ def _adapters() -> Iterator[Layout]:
     yield Layout(model="qwen3-moe", axes={"tp": 2, "dp": 2, "ep": 2}, lora=True)
 
 
-LAYOUTS: Final = (*_dense(), *_families(), *_experts(), *_adapters())
+def _more_families() -> Iterator[Layout]:
+    """Return mixtures with what ranks share in other ways: shared experts, gates, biases, latent attention."""
+    yield Layout(model="mistral", axes={"tp": 2, "pp": 2})
+    for model in ("qwen2-moe", "glm4-moe", "deepseek-v3", "glm4-moe-lite", "dots1"):
+        yield Layout(model=model)
+        for axes in ({"tp": 2, "ep": 2}, {"cp": 2, "pp": 2, "ep": 2}, {"tp": 2, "dp": 2, "pp": 2, "ep": 4}):
+            yield Layout(model=model, axes=axes)
+    yield Layout(model="glm4-moe", axes={"pp": 2, "dp": 2}, options={"virtual_pipeline": 2}, recompute=True)
+    yield Layout(
+        model="glm4-moe", axes={"dp": 2, "ep": 2}, options={"overlap_grad_reduce": True, "overlap_param_gather": True}
+    )
+    yield Layout(model="glm4-moe", axes={"tp": 2, "dp": 2, "ep": 2}, lora=True)
+
+
+LAYOUTS: Final = (*_dense(), *_families(), *_experts(), *_adapters(), *_more_families())
 
 
 def params_of(layouts: Sequence[Layout], in_ci: Sequence[Layout] | None = None) -> list[Any]:
@@ -154,6 +191,8 @@ def make_model(folder: Path, model: str) -> Path:
     """Write a tiny model of four layers that every layout divides."""
     if model == "qwen3-moe":
         return _make_moe(folder)
+    if model in MORE_FAMILIES:
+        return _make_family(folder, model)
     return tiny_model(folder, num_layers=4, hidden_size=32, num_kv_heads=4, **MODELS[model])
 
 
@@ -177,6 +216,14 @@ def _make_moe(folder: Path) -> Path:
             if parameter.ndim == 1:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
     network.save_pretrained(folder)
+    return folder
+
+
+def _make_family(folder: Path, model: str) -> Path:
+    tiny_model(folder)  # for its tokenizer
+    (folder / "model.safetensors").unlink()
+    sizes = {"vocab_size": 320, "num_key_value_heads": 4, "hidden_size": 32}
+    write_tiny_family(model.replace("-", "_"), folder, MORE_FAMILIES[model], **sizes)
     return folder
 
 
@@ -272,7 +319,7 @@ def main() -> None:
     gc.freeze()  # their collections then leave alone, and copy no page of, what they share with this process
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        models = {name: make_model(Path(folder) / name, name) for name in MODELS}
+        models = {name: make_model(Path(folder) / name, name) for name in (*MODELS, *MORE_FAMILIES)}
         wanted: dict[tuple[str, bool], Trained] = {}
         for layout in LAYOUTS:
             if args.only in str(layout):

@@ -109,8 +109,10 @@ def _add_adapters(network: Any) -> None:
 
 
 def _merged(network: nn.Module) -> dict[str, Tensor]:
-    """Return weights by name, with each adapter added to its own."""
+    """Return weights, and buffers that are saved with them, by name; with each adapter added to its own."""
     found = {name: each.detach().clone() for name, each in network.named_parameters() if ".lora_" not in name}
+    saved = network.state_dict()
+    found |= {name: each.clone() for name, each in network.named_buffers() if name in saved}
     for name, layer in network.named_modules():
         if isinstance(layer, _LowRankLinear):
             update = 2.0 * layer.lora_B.detach() @ layer.lora_A.detach()
@@ -148,8 +150,8 @@ def train_with_transformers(folder: Path, *, lora: bool = False) -> Trained:
     return Trained(
         losses=losses,
         grad_norms=norms,
-        gradients=_per_expert(gradients),
-        weights=_per_expert(weights),
+        gradients=per_expert(gradients),
+        weights=per_expert(weights),
         logprobs=logprobs,
     )
 
@@ -181,18 +183,19 @@ def _token_values(network: nn.Module, sequence: TrainSequence) -> tuple[Tensor, 
     return chosen, -(logp.exp() * logp).sum(1)
 
 
-def _per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def per_expert(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return weights under the names of checkpoints, which hold each expert separately."""
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         stem, _, last = name.rpartition(".")
-        for expert, part in enumerate(tensor if ".experts" in name else ()):
+        if not stem.endswith(".experts"):
+            found[name] = tensor
+            continue
+        for expert, part in enumerate(tensor):
             if last == "gate_up_proj":
                 found[f"{stem}.{expert}.gate_proj.weight"], found[f"{stem}.{expert}.up_proj.weight"] = part.chunk(2)
             else:
                 found[f"{stem}.{expert}.down_proj.weight"] = part
-        if ".experts" not in name:
-            found[name] = tensor
     return found
 
 

@@ -1,5 +1,6 @@
 """Tiny random models of every family of transformers, for comparisons of engines with transformers."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,9 +128,18 @@ def _is_size(kind: type[PretrainedConfig], usual: PretrainedConfig, name: str) -
     return name == "head_dim" or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
-def write_tiny_family(family: str, folder: Path, **sizes: Any) -> None:
-    """Write a random model in which no weight is zero, one, or the value of a fresh model; see `tiny_config`."""
+def write_tiny_family(family: str, folder: Path, settings: Mapping[str, Any] | None = None, **sizes: Any) -> None:
+    """Write a random model in which no weight is zero, one, or the value of a fresh model.
+
+    Args:
+        family: `model_type` of transformers.
+        folder: to write into.
+        settings: of its config, whatever their kind, after the sizes.
+        **sizes: see `tiny_config`.
+    """
     config = tiny_config(family, **sizes)
+    for name, value in (settings or {}).items():
+        setattr(config, name, value)
     with torch.device("meta"):
         size = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
     assert size < MAX_PARAMETERS, f"{family} has {size} parameters: SIZES lacks one of its names"

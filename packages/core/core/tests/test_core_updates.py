@@ -225,3 +225,4 @@ def test_ranks_hold_their_share_of_what_is_shared_out():
     assert TrainLayout(dp=3, tp=2, zero_stage=2).held_bytes(120, trains_all=False) == 60 * 4
     frozen = TrainLayout(dp=3, tp=2, zero_stage=3, frozen_weight_bytes=2)
     assert (frozen.held_bytes(120, trains_all=False), frozen.held_bytes(120)) == (20 * 2, 20 * 16)
+    assert TrainLayout(dp=3, tp=2, pp=2, whole_parameters=40).held_bytes(120) == (80 // 2 + 40) // 2 * 16

@@ -10,7 +10,7 @@ from offbeat_engine_megatron import MegatronEngineOptions, _kernels
 from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, SEQUENTIAL, choose_kernels
 from offbeat_engine_megatron._layout import Parallel
 from offbeat_engine_megatron._shape import ModelShape
-from offbeat_engine_megatron._weights import list_mtp_slots, list_slots, view_of
+from offbeat_engine_megatron._slots import list_mtp_slots, list_slots, view_of
 
 SHAPE = ModelShape(
     family="qwen3_moe",

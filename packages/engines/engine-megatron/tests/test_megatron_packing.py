@@ -1,6 +1,7 @@
 """Packs and zigzag cuts: every loss token is computed once, by its predictor, wherever that lies."""
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -8,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from offbeat_core import TrainEngineConfig, TrainSequence
+from offbeat_core import Routes, TrainEngineConfig, TrainSequence
 from offbeat_engine_megatron._layout import Parallel, plan_layout
 from offbeat_engine_megatron._packing import (
     attend,
@@ -37,6 +38,25 @@ def alone(sequences, *members):
         Family(members=(each,), prefix=0, num_tokens=int(np.flatnonzero(sequences[each].loss_mask)[-1]))
         for each in members
     ]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_a_rank_has_the_routes_of_its_tokens_and_none_of_padding(num_ranks):
+    sequences = []
+    for number, sequence in enumerate(sequences_of([5, 17, 9])):
+        route = np.stack([sequence.ids % 7, np.full(len(sequence.ids), number)], -1)[:, None]
+        sequences.append(replace(sequence, routes=(Routes.pack(route),)))
+    parallel = Parallel(cp=num_ranks, tp=2, sp=True)
+    [pack] = lay_out_all(sequences, [alone(sequences, 0, 1, 2)], parallel)
+    seen = 0
+    for rank in range(num_ranks):
+        part = cut(pack, rank, num_ranks)
+        assert part.routes_TLK.shape == (part.ids_1L.numel(), 1, 2)
+        known = part.routes_TLK[:, 0, 0] >= 0
+        assert torch.equal(part.routes_TLK[known, 0, 0].long(), part.ids_1L[0][known] % 7)
+        assert not part.ids_1L[0][~known].any()
+        seen += int(known.sum())
+    assert seen == sum(int(np.flatnonzero(each.loss_mask)[-1]) for each in sequences)
 
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)

@@ -9,7 +9,7 @@ from offbeat_core import BackendError, ConfigError, ModelError, TrainEngineConfi
 from offbeat_engine_megatron import MegatronEngineOptions, MegatronTrainEngine
 from offbeat_engine_megatron._layout import Parallel, choose_parallel, plan_engine, plan_layout
 from offbeat_engine_megatron._shape import ModelShape, read_model
-from offbeat_engine_megatron._weights import list_adapted, list_adapter_slots, list_slots
+from offbeat_engine_megatron._slots import list_adapted, list_adapter_slots, list_slots
 from offbeat_testing import tiny_model
 
 ALONE = {"dp": 1, "cp": 1, "tp": 1, "pp": 1, "ep": 1}

@@ -9,7 +9,7 @@ from offbeat_core import ConfigError, ModelError, TrainEngineConfig, TrainSequen
 from offbeat_engine_megatron._layout import Parallel, plan_engine
 from offbeat_engine_megatron._packing import cut, lay_out_all
 from offbeat_engine_megatron._shape import angles_of, read_model, rotary_axes
-from offbeat_engine_megatron._weights import list_slots
+from offbeat_engine_megatron._slots import list_slots
 from offbeat_testing import tiny_vision_model
 from offbeat_training import Family
 

@@ -168,6 +168,16 @@ def test_weights_under_adapters_are_counted_as_they_are_held(tmp_path):
     assert whole["weights"] == 4 * shape.num_parameters // 2
 
 
+def test_weights_that_ranks_do_not_share_are_counted_on_each_of_them(tmp_path):
+    """Of a model on two ranks of tp, a tenth of it whole on both; the optimizer's state of all is cut over dp."""
+    shape = shape_of("qwen3", tmp_path)
+    whole = shape.num_parameters // 10
+    layout = TrainLayout(tp=2, dp=4, zero_stage=1, whole_parameters=whole)
+    found = train_memory(TrainEngineSettings(), layout, shape, on_cpu=True).estimate(shape).parts
+    held = (shape.num_parameters - whole) / 2 + whole
+    assert (found["weights"], found["optimizer"]) == (int(4 * held), int(8 * held / 4))
+
+
 def test_gradients_that_are_kept_whole_are_those_of_all_weights_that_train(tmp_path):
     shape = shape_of("qwen3", tmp_path)
     whole = TrainMemory(whole_gradient_bytes=4, data_parallel=4).estimate(shape).parts

@@ -148,8 +148,9 @@ class Checkpoints:
         opened, weights, state = self._on_each("load", lambda: self._open(folder), ModelError)
         with opened, self._ranks.together("load"):
             optimizer = OptimizerState(self._optimizer)
-            for each in self._policy.trained:
+            for each in self._policy.stored:
                 each.read_values(weights, "", optimizer.put_weights)
+            for each in self._policy.trained:
                 for name in MOMENTS:
                     each.read_values(state.moments, f"{name}.", partial(optimizer.put_moment, name))
             self._optimizer.steps_taken = state.steps_taken
@@ -158,11 +159,13 @@ class Checkpoints:
         return state.steps_refused
 
     def _open(self, folder: Path) -> tuple[ExitStack, TensorFolder, TrainerState]:
-        """Return what is trained, by slot, and what lies beside it: headers and shapes are checked."""
+        """Return what is stored, by slot, and what lies beside it: headers and shapes are checked."""
         adapters, ours = self._policy.adapters, self._plan.shape
         state = TrainerState(folder)
         check_adapter_folder(folder, wanted=adapters is not None)
         _, theirs = read_model(str(folder))
+        if not any(folder.glob("mtp*.safetensors")):  # config.json may speak of layers that transformers leaves out
+            theirs = dataclasses.replace(theirs, mtp_layers=0)
         if theirs != ours:
             raise ModelError(f"{folder} is a checkpoint of another model: {theirs}; this engine trains {ours}")
         with ExitStack() as opened:
@@ -171,7 +174,7 @@ class Checkpoints:
             files = TensorFolder(folder) if adapters is None else open_adapters(folder / ADAPTER_FOLDER, shapes)
             weights = opened.enter_context(files)
             state.check(shapes)
-            for held in self._policy.trained:
+            for held in self._policy.stored:
                 held.check(weights)
             if damage := find_damage(folder, self._ranks.place, self._ranks.size):
                 raise ModelError(damage)

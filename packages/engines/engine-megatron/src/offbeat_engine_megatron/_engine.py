@@ -7,8 +7,9 @@ import gc
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -58,8 +59,10 @@ class MegatronTrainEngine(StepCounts):
         parallel: sizes of the axes.
         mesh: over megatron-core's own groups.
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
+        replays_routes: it replays the routes of sequences, of models with experts.
     """
 
+    replays_routes: ClassVar[bool] = True
     _ranks: TrainerRanks
     _optimizer: "ClippedOptimizer"
 
@@ -81,7 +84,7 @@ class MegatronTrainEngine(StepCounts):
     def _build(self, plan: Plan, device: Device) -> None:
         """Make the model and what works on it; these modules import megatron-core, which a device may patch before."""
         from offbeat_engine_megatron._checkpoint import Checkpoints
-        from offbeat_engine_megatron._layers import image_processor
+        from offbeat_engine_megatron._layers.embedding import image_processor
         from offbeat_engine_megatron._model import make_policy
         from offbeat_engine_megatron._optimizer import ClippedOptimizer, OptimizerState, wrap_parts
         from offbeat_engine_megatron._passes import Passes, Updates, device_attention
@@ -229,6 +232,7 @@ class MegatronTrainEngine(StepCounts):
         with self._shim:
             if not reference:
                 return self._updates.logprobs("logprobs", sequences, self._passes)
+            sequences = [replace(sequence, routes=()) for sequence in sequences]  # it did not sample: it chooses
             with self._first_policy() as passes:
                 return self._updates.logprobs("logprobs of the first policy", sequences, passes)
 
@@ -360,6 +364,16 @@ class MegatronTrainEngine(StepCounts):
             del self.__dict__[name]
         leave_groups()
         gc.collect()  # megatron-core's hooks hold the model in a circle, and groups left over must not outlive a fork
+
+    @property
+    def replay_problem(self) -> str:
+        """Why it cannot replay routes, "" where it can; see `TrainEngine`."""
+        return "" if self._plan.shape.num_experts else "the model has no experts"
+
+    @property
+    def float32_weights(self) -> frozenset[str]:
+        """Names of routers' biases; see `TrainEngine`."""
+        return frozenset(slot.name for slot in self._policy.weights.slots if slot.frozen)
 
     @property
     def vocabulary_size(self) -> int:

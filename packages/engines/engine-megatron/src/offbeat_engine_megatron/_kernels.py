@@ -86,8 +86,10 @@ def choose_kernels(options: Any, shape: ModelShape, dtype: torch.dtype, device: 
         ConfigError: what is asked for cannot be.
     """
     why = {}
-    fits_flash = fits_varlen(shape.head_size, shape.head_size, dtype)
+    fits_flash = fits_varlen(shape.head_size, shape.latent.value_size if shape.latent else shape.head_size, dtype)
     no_te = _why_not_te(device.torch_device.type, fits_flash=fits_flash) if options.layers != LOCAL else "asked for"
+    if shape.latent and not no_te:
+        no_te = "multi-latent attention lies in local layers"
     if options.layers == TE and no_te:
         raise ConfigError(f'options.layers = "te" cannot be: {no_te}; set it to "auto" or "local"')
     layers = LOCAL if no_te else TE

@@ -201,6 +201,7 @@ def check_model_fits(shape: ModelShape, parallel: Parallel) -> None:
         ("num_attention_heads", shape.num_heads, "tensor_parallel", tp),
         ("num_key_value_heads", shape.num_groups, "tensor_parallel", tp),
         ("intermediate_size", shape.ffn_size, "tensor_parallel", tp),
+        ("width of the shared experts", shape.shared_size, "tensor_parallel", tp),
         ("vocab_size", shape.vocabulary, "tensor_parallel", tp),
         ("num_hidden_layers", shape.num_layers, "pipeline_parallel · virtual_pipeline", stages),
     ]
@@ -268,6 +269,11 @@ def plan_engine(config: TrainEngineConfig, axes: dict[str, int] | None = None) -
         raise ConfigError("mtp_layers trains whole layers, and lora_rank adapters alone: set one of them to 0")
     shape = replace(shape, mtp_layers=options.mtp_layers)
     check_model_fits(shape, parallel)
+    if shape.latent and config.lora_rank:
+        raise ConfigError(
+            f"lora_rank with multi-latent attention ({shape.family}): adapters here lie beside layers that ranks cut, "
+            'and its first projections are whole; set lora_rank = 0, or use engine.backend = "torch"'
+        )
     _check_tower(shape, config, options)
     return Plan(config=config, options=options, hf_config=hf_config, shape=shape, parallel=parallel)
 
@@ -285,6 +291,14 @@ def _check_tower(shape: ModelShape, config: TrainEngineConfig, options: Megatron
         )
 
 
+def _whole_parameters(shape: ModelShape) -> int:
+    """Return how many weights ranks of tp do not share: projections to latent numbers."""
+    if shape.latent is None:
+        return 0
+    width = (shape.latent.query_rank or 0) + shape.latent.key_rank + shape.latent.rotary_size
+    return shape.num_layers * shape.hidden_size * width
+
+
 def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     """Return how so many ranks will share the model; see `offbeat_core.TrainBackend.plan`."""
     device = open_device(config.device)
@@ -292,6 +306,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     sizes = {axis: getattr(plan.parallel, axis) for axis in ("dp", "cp", "tp", "pp", "ep")}
     kernels = str(plan.kernels(device))
     layout = TrainLayout(**sizes, zero_stage=int(plan.options.distributed_optimizer), kernels=kernels)
+    layout = replace(layout, whole_parameters=_whole_parameters(plan.shape))
     if config.dtype == "float32":
         return layout
     return replace(layout, weight_bytes=plan.dtype.itemsize, optimizer_bytes=12)  # a float32 copy beside the moments

@@ -23,16 +23,8 @@ from megatron.core.tensor_parallel import (
 from torch import Tensor, nn
 
 from offbeat_engine_megatron._layout import Parallel, Plan
-from offbeat_engine_megatron._weights import (
-    WEIGHT,
-    HeldWeights,
-    ParameterPath,
-    Put,
-    Slot,
-    Values,
-    list_adapted,
-    list_adapter_slots,
-)
+from offbeat_engine_megatron._slots import WEIGHT, ParameterPath, Slot, list_adapted, list_adapter_slots
+from offbeat_engine_megatron._weights import HeldWeights, Put, Values
 from offbeat_mesh import Mesh
 from offbeat_training import initial_adapters, peft_name, without_lora, write_adapter_config
 

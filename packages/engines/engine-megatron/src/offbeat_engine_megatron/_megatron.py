@@ -89,6 +89,9 @@ def load_megatron(*, compiled: bool = False) -> None:
     # 0.16.1 asks for this name in every router, and defines it only where TransformerEngine is installed.
     moe_utils: Any = import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
+    # And takes what stands there for its classes for them: `isinstance` of that raises.
+    latent: Any = import_module("megatron.core.transformer.multi_latent_attention")
+    latent.HAVE_TE = latent.HAVE_TE and isinstance(latent.TELinear, type)
 
 
 def _as_it_is(model: Any = None, **options: Any) -> Any:

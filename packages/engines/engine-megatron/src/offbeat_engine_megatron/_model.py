@@ -18,7 +18,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
-from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -26,24 +26,22 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from torch import Tensor
 
 from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, TE, Kernels
-from offbeat_engine_megatron._layers import (
-    GroupedExperts,
-    MtpLoss,
+from offbeat_engine_megatron._layers.attention import (
+    LatentAttention,
+    PackAngles,
     PackedAttention,
     PackedParams,
     SequenceNorm,
-    add_deepstack,
-    embed_images,
-    leave_out_padding,
-    make_tower,
-    mtp_block_spec,
-    new_mtp_tensors,
 )
+from offbeat_engine_megatron._layers.embedding import add_deepstack, embed_images, leave_out_padding, make_tower
+from offbeat_engine_megatron._layers.experts import GroupedExperts, Router, follow_routes
+from offbeat_engine_megatron._layers.prediction import MtpLoss, mtp_block_spec, new_mtp_tensors
 from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._lora import Adapters
 from offbeat_engine_megatron._packing import PassInputs, gather_values, token_logprobs
 from offbeat_engine_megatron._shape import ModelShape, angles_of, rotary_axes, rotary_frequencies
-from offbeat_engine_megatron._weights import TOWER, HeldWeights, Put, list_mtp_slots, list_slots
+from offbeat_engine_megatron._slots import TOWER, Slot, list_mtp_slots, list_slots
+from offbeat_engine_megatron._weights import HeldWeights, Put
 from offbeat_mesh import Group, Mesh
 from offbeat_training import TensorFolder
 
@@ -118,7 +116,12 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             entropy_gradient=plan.options.entropy_gradient,
             sequence_parallel=plan.parallel.sp,
         )
-        self.rotary_pos_emb.inv_freq = rotary_frequencies(plan.hf_config.get_text_config(), device)
+        frequencies_F = rotary_frequencies(plan.hf_config.get_text_config(), device)
+        if shape.latent is None:
+            self.rotary_pos_emb.inv_freq = frequencies_F
+        for module in self.modules():
+            if isinstance(module, PackAngles):
+                module.frequencies_F = frequencies_F
         self.axes_F = rotary_axes(plan.hf_config, device) if shape.tower else None
         if self.post_process:
             if shape.tied and shape.mtp_layers and not self.pre_process:
@@ -129,22 +132,30 @@ class PolicyModel(GPTModel):  # type: ignore[misc]
             leave_out_padding(self.embedding, shape.padding_id, self.settings.tp, cuts_tokens=plan.parallel.sp)
         for number, layer in enumerate(self.decoder.layers[: shape.deepstack] if tower is not None else ()):
             layer.register_forward_hook(partial(add_deepstack, number), with_kwargs=True)
+        for layer in self.decoder.layers:
+            if hasattr(layer.mlp, "router"):
+                layer.register_forward_pre_hook(follow_routes, with_kwargs=True)
         for name, parameter in self.named_parameters():
+            # megatron-core makes weights of routers and of gates on the CPU.
+            parameter.data = parameter.data.to(device)
             if ".experts." in name:
                 # megatron-core sets it for ep > 1 only; with ep = 1 and tp > 1 the ranks of tp would not add up.
                 parameter.allreduce = False
 
     def forward(self, asked: PassInputs) -> Tensor:
         """Hidden states [L, 1, E], or on the last part of the model [2, N] log-probabilities and entropies."""
-        masked = asked.attention
-        packed = PackedParams(asked.lengths, asked.gathered_T, asked.ids_1L.device, self.attention, masked)
+        masked, routes_tLK = asked.attention, asked.routes_TLK
+        if routes_tLK is not None and self.settings.sequence_parallel:
+            routes_tLK = routes_tLK.chunk(self.settings.tp.size)[self.settings.tp.rank]
+        device = asked.ids_1L.device
+        packed = PackedParams(asked.lengths, asked.gathered_T, device, self.attention, masked, routes_tLK)
         mask = None if masked is None else masked.mask
         first: Any = self.embedding(input_ids=asked.ids_1L, position_ids=None) if self.pre_process else None
         deeper: Tensor | None = None
         if self.visual is not None and asked.pixels_PC is not None:
             tp, cuts_tokens = self.settings.tp, self.settings.sequence_parallel
             first, deeper = embed_images(self.visual, asked, first, tp=tp, cuts_tokens=cuts_tokens)
-        rotary = self._angles(asked)
+        rotary = None if self.config.multi_latent_attention else self._angles(asked)  # there layers have their own
         hidden: Tensor = self.decoder(
             hidden_states=first, attention_mask=mask, context=deeper, rotary_pos_emb=rotary, packed_seq_params=packed
         )
@@ -181,14 +192,32 @@ def transformer_config(plan: Plan, kernels: Kernels, *, recompute: bool) -> Any:
             "num_moe_experts": shape.num_experts,
             "moe_ffn_hidden_size": shape.expert_size,
             "moe_router_topk": shape.experts_per_token,
+            "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
             "moe_router_pre_softmax": not shape.normalise_experts,
+            "moe_router_topk_scaling_factor": shape.expert_scale,
+            "moe_shared_expert_intermediate_size": shape.shared_size or None,
+            "moe_shared_expert_gate": shape.shared_gate,
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
             "moe_aux_loss_coeff": 0.0,
             "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
             "moe_grouped_gemm": kernels.experts == GROUPED_TE,
         }
-    return TransformerConfig(
+    if shape.expert_groups is not None:
+        more |= {"moe_router_num_groups": shape.expert_groups[0], "moe_router_group_topk": shape.expert_groups[1]}
+    if (latent := shape.latent) is not None:
+        more |= {
+            "q_lora_rank": latent.query_rank,
+            "kv_lora_rank": latent.key_rank,
+            "qk_head_dim": latent.plain_size,
+            "qk_pos_emb_head_dim": latent.rotary_size,
+            "v_head_dim": latent.value_size,
+            "rope_type": "rope",  # with frequencies of this engine
+            "rotary_scaling_factor": latent.rope_factor,
+            "mscale_all_dim": latent.rope_mscale,
+        }
+    kind = TransformerConfig if latent is None else MLATransformerConfig
+    return kind(
         num_layers=shape.num_layers,
         mtp_num_layers=shape.mtp_layers or None,
         hidden_size=shape.hidden_size,
@@ -295,6 +324,8 @@ def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> Modu
     and the parameters are then named as those of the local layers.
     """
     how: dict[str, Any] = {"num_experts": num_experts, "qk_layernorm": shape.qk_norm}
+    if shape.latent is not None:
+        how |= {"multi_latent_attention": True, "qk_layernorm": True}
     if kernels.layers == TE:
         spec = get_gpt_layer_with_transformer_engine_spec(moe_grouped_gemm=kernels.experts == GROUPED_TE, **how)
     else:
@@ -306,10 +337,15 @@ def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> Modu
             layer.mlp.submodules.linear_fc1 = TEColumnParallelLinear
     if kernels.attention != TE:
         attention.core_attention = PackedAttention
-    if num_experts is not None and kernels.experts == GROUPED:
-        layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
+    if num_experts is not None:
+        layer.mlp.submodules.router = partial(Router, has_bias=shape.sigmoid_router)
+        if kernels.experts == GROUPED:
+            layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     layer.input_layernorm = layer.pre_mlp_layernorm = SequenceNorm
-    if shape.qk_norm:
+    if shape.latent is not None:
+        layer.self_attention.module = LatentAttention
+        attention.q_layernorm = attention.kv_layernorm = SequenceNorm
+    elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm
     return spec
 
@@ -325,7 +361,8 @@ class Policy:
         mtp: weights of multi-token prediction, if there are such.
         mtp_loss: of them.
         adapters: with LoRA.
-        trained: what the optimizer updates: all weights, but for a tower that is left as it is; or the adapters.
+        trained: what the optimizer updates: all weights, but for a tower that is left as it is and biases of routers;
+            or the adapters.
     """
 
     config: Any
@@ -335,6 +372,12 @@ class Policy:
     mtp_loss: MtpLoss | None
     adapters: Adapters | None
     trained: tuple[HeldWeights, ...]
+
+    @property
+    def stored(self) -> list[HeldWeights]:
+        """Return what a checkpoint sets: all weights, those too that do not train; or the adapters."""
+        held = (self.weights, self.mtp) if self.adapters is None else (self.adapters.held,)
+        return [each for each in held if each is not None]
 
     def load(self, plan: Plan, put: Put) -> None:
         """Read the model's folder. Layers of multi-token prediction that it lacks are new, alike in every layout."""
@@ -365,9 +408,15 @@ def make_policy(plan: Plan, mesh: Mesh) -> Policy:
     num_held = sum(len(each.parameters) for each in (weights, mtp) if each is not None)
     assert num_held == sum(1 for part in parts for _ in part.parameters()), "no tensor of checkpoints fills a parameter"
     adapters = Adapters(parts, weights.slots, plan, mesh) if plan.config.lora_rank else None
-    trained = weights if adapters is None else adapters.held
-    if shape.tower and not options.train_vision:
-        trained = HeldWeights(parts, [s for s in weights.slots if not s.name.startswith(TOWER)], shape, mesh)
+
+    def learns(slot: Slot) -> bool:
+        return not slot.frozen and (options.train_vision or not slot.name.startswith(TOWER))
+
+    trained = [
+        HeldWeights(parts, filter(learns, held.slots), shape, mesh)
+        for held in ((weights, mtp) if adapters is None else (adapters.held,))
+        if held is not None
+    ]
     return Policy(
         config=config,
         parts=parts,
@@ -375,7 +424,7 @@ def make_policy(plan: Plan, mesh: Mesh) -> Policy:
         mtp=mtp,
         mtp_loss=mtp_loss,
         adapters=adapters,
-        trained=(trained, *([] if mtp is None else [mtp])),
+        trained=tuple(trained),
     )
 
 

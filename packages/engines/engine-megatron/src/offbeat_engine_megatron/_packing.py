@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -61,6 +62,7 @@ class PassInputs:
         grid_I3: patches of each image in time, height and width.
         mtp: of each layer of multi-token prediction, where they train.
         attention: by the device's own kernel under its mask; None where the engine attends itself.
+        routes_TLK: of its tokens, see `MicroBatch`.
     """
 
     ids_1L: Tensor
@@ -77,6 +79,7 @@ class PassInputs:
     grid_I3: Tensor | None = None
     mtp: tuple[MtpInputs, ...] = ()
     attention: MaskedAttention | None = None
+    routes_TLK: Tensor | None = None
 
 
 def lay_out_all(
@@ -115,7 +118,7 @@ def cut(
         place_N[mine] = each * width + np.arange(len(mine))
     here, seen_m = owner_N == rank, np.flatnonzero(owner_T[pack.place_M] == rank)
 
-    def tensor(array: Indices) -> Tensor:
+    def tensor(array: npt.NDArray[np.integer]) -> Tensor:
         return torch.as_tensor(array, device=device)
 
     def mtp_inputs(depth: int) -> MtpInputs:
@@ -140,6 +143,7 @@ def cut(
         seen_m=tensor(seen_m),
         place_m=tensor(index_T[pack.place_M[seen_m]]),
         mtp=tuple(mtp_inputs(depth) for depth in range(1, mtp_layers + 1)),
+        routes_TLK=None if pack.routes_TLK is None else tensor(pack.routes_TLK[places[rank]]),
     )
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from offbeat_core import Floats, TrainSequence, check_token_ids
 from offbeat_device import MaskedAttention
 from offbeat_engine_megatron._kernels import MASKED
+from offbeat_engine_megatron._layers.experts import check_routes
 from offbeat_engine_megatron._layout import Plan
 from offbeat_engine_megatron._packing import PassInputs, attended_tokens, cut, lay_out_all
 from offbeat_mesh import Mesh
@@ -166,6 +167,7 @@ class Updates:
         """Micro-batches of every share."""
         self._images.check(sequences)  # of what all have: all raise, or none
         check_token_ids(sequences, self._plan.shape.vocabulary)
+        check_routes(sequences, self._plan.shape)
         return plan_shares(
             sequences,
             budget=self._plan.config.max_tokens_per_microbatch,

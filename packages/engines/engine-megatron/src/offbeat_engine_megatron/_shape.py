@@ -1,8 +1,8 @@
 """Shape of a model from its Hugging Face folder: family, sizes, rotary angles, and the tensors of its checkpoint.
 
-Source: transformers' configuration classes of Llama, Qwen2, Qwen3, Qwen3-MoE, Qwen2.5-VL and Qwen3-VL.
+Source: transformers' configuration and model classes of the families.
 
-Shapes: T tokens of a pack, F frequencies, half a head.
+Shapes: T tokens of a pack, F frequencies, half of what is rotated of a head.
 """
 
 from dataclasses import dataclass
@@ -26,7 +26,33 @@ def outline_tower(hf_config: Any) -> tuple[tuple[str, tuple[int, ...]], ...]:
 
 
 VISION_FAMILIES: Final = ("qwen2_5_vl", "qwen3_vl")
-FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", *VISION_FAMILIES)
+LATENT_FAMILIES: Final = ("deepseek_v3", "glm4_moe_lite")
+SIGMOID_FAMILIES: Final = ("glm4_moe", "dots1", *LATENT_FAMILIES)
+"""Families whose routers score experts by sigmoids, choose by scores plus a bias, and whose first layers are dense."""
+FAMILIES: Final = ("llama", "qwen2", "qwen3", "qwen3_moe", "mistral", "qwen2_moe", *SIGMOID_FAMILIES, *VISION_FAMILIES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentShape:
+    """Sizes of multi-latent attention.
+
+    Args:
+        query_rank: numbers that queries are made of; None: of the hidden state.
+        key_rank: numbers that keys and values are made of.
+        plain_size: of a head, without positions.
+        rotary_size: of a head, with positions.
+        value_size: of a head.
+        rope_factor: by which yarn stretches positions; 1 without.
+        rope_mscale: of yarn, `mscale_all_dim`: scores grow with it and the factor.
+    """
+
+    query_rank: int | None
+    key_rank: int
+    plain_size: int
+    rotary_size: int
+    value_size: int
+    rope_factor: float
+    rope_mscale: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +70,16 @@ class ModelShape:
         qk_norm: queries and keys are normalised per head.
         num_experts: of the sparse layers; 0 for a dense model.
         expert_size: width of an expert.
-        normalise_experts: the chosen experts' weights add up to 1.
+        normalise_experts: the chosen experts' weights add up to 1, before `expert_scale`.
+        expert_scale: factor on the chosen experts' weights.
+        sigmoid_router: experts are scored by sigmoids and chosen by scores plus a bias, which no gradient moves;
+            otherwise both by softmax.
+        expert_groups: (groups, groups that a token may choose from); None: from all experts.
+        shared_size: width of the expert that all tokens take beside the chosen ones; 0 where there is none.
+        shared_gate: what it adds is scaled by a gate of its own.
         sparse_layers: for each layer whether it has experts.
         mtp_layers: layers of multi-token prediction behind the model.
+        latent: of multi-latent attention; None where queries, keys and values are projected from the hidden state.
         tower: (name, shape) of each parameter of the vision tower; none of a model for text.
         deepstack: layers, from the first on, behind which something of the tower is added.
     """
@@ -68,8 +101,14 @@ class ModelShape:
     experts_per_token: int = 0
     expert_size: int = 0
     normalise_experts: bool = True
+    expert_scale: float = 1.0
+    sigmoid_router: bool = False
+    expert_groups: tuple[int, int] | None = None
+    shared_size: int = 0
+    shared_gate: bool = False
     sparse_layers: tuple[bool, ...] = ()
     mtp_layers: int = 0
+    latent: LatentShape | None = None
     tower: tuple[tuple[str, tuple[int, ...]], ...] = ()
     deepstack: int = 0
 
@@ -106,35 +145,58 @@ def shape_of(config: Any) -> ModelShape:
         )
     whole, config = config, config.get_text_config()
     refused = {
-        "attention_bias": getattr(config, "attention_bias", False),
+        "attention_bias": getattr(config, "attention_bias", False) and family != "glm4_moe",
         "mlp_bias": getattr(config, "mlp_bias", False),
         "use_sliding_window": getattr(config, "use_sliding_window", False),
+        "sliding_window": family == "mistral" and config.sliding_window,
         "layer_types other than full_attention": set(getattr(config, "layer_types", None) or ()) - {"full_attention"},
         "attention_dropout": getattr(config, "attention_dropout", 0.0),
         "hidden_act other than silu": config.hidden_act != "silu",
+        "rope_interleave = false": family in LATENT_FAMILIES and not config.rope_interleave,
     }
+    experts = _experts(config) if hasattr(config, "moe_intermediate_size") else {}
+    refused |= _refused_routers(experts)
     found = [name for name, value in refused.items() if value]
     if found:
         raise ModelError(f"the megatron engine does not compute {family} models with {', '.join(found)}")
     rotary_frequencies(config)  # raises for kinds that depend on the length of a pack
+    latent = _latent_sizes(config) if family in LATENT_FAMILIES else None
+    head_size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return ModelShape(
         family=family,
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
         num_groups=config.num_key_value_heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        head_size=latent.plain_size + latent.rotary_size if latent else head_size,
         ffn_size=config.intermediate_size,
         vocabulary=config.vocab_size,
         norm_eps=config.rms_norm_eps,
         tied=bool(whole.tie_word_embeddings),
         padding_id=_padding_id(config),
-        qkv_bias=family in ("qwen2", "qwen2_5_vl"),
-        qk_norm=family.startswith("qwen3"),
+        qkv_bias=family in ("qwen2", "qwen2_5_vl") or _has_qkv_bias(config),
+        qk_norm=family.startswith(("qwen3", "dots1")) or getattr(config, "use_qk_norm", False),
         mtp_layers=getattr(config, "num_nextn_predict_layers", 0) or 0,
-        **(_experts(config) if family.endswith("_moe") else {}),
+        latent=latent,
+        **experts,
         **(_vision_sizes(whole) if family in VISION_FAMILIES else {}),
     )
+
+
+def _latent_sizes(config: Any) -> LatentShape:
+    return LatentShape(
+        query_rank=config.q_lora_rank,
+        key_rank=config.kv_lora_rank,
+        plain_size=config.qk_nope_head_dim,
+        rotary_size=config.qk_rope_head_dim,
+        value_size=config.v_head_dim,
+        rope_factor=float(config.rope_parameters.get("factor", 1.0)),
+        rope_mscale=float(config.rope_parameters.get("mscale_all_dim", 0.0)),
+    )
+
+
+def _has_qkv_bias(config: Any) -> bool:
+    return bool(getattr(config, "qkv_bias", getattr(config, "attention_bias", False)))
 
 
 def _padding_id(config: Any) -> int | None:
@@ -148,16 +210,53 @@ def _vision_sizes(config: Any) -> dict[str, Any]:
 
 
 def _experts(config: Any) -> dict[str, Any]:
-    sparse = tuple(
-        layer not in config.mlp_only_layers and config.num_experts > 0 and (layer + 1) % config.decoder_sparse_step == 0
-        for layer in range(config.num_hidden_layers)
-    )
-    return {
-        "num_experts": config.num_experts,
+    found = {
         "experts_per_token": config.num_experts_per_tok,
         "expert_size": config.moe_intermediate_size,
         "normalise_experts": bool(config.norm_topk_prob),
-        "sparse_layers": sparse,
+    }
+    if config.model_type not in SIGMOID_FAMILIES:
+        shared_size = getattr(config, "shared_expert_intermediate_size", 0)
+        return found | {
+            "num_experts": config.num_experts,
+            "shared_size": shared_size,
+            "shared_gate": bool(shared_size),
+            "sparse_layers": tuple(
+                layer not in config.mlp_only_layers
+                and config.num_experts > 0
+                and (layer + 1) % config.decoder_sparse_step == 0
+                for layer in range(config.num_hidden_layers)
+            ),
+        }
+    groups = (config.n_group, config.topk_group)
+    return found | {
+        "num_experts": config.n_routed_experts,
+        "expert_scale": float(config.routed_scaling_factor),
+        "sigmoid_router": True,
+        "expert_groups": groups if groups[1] < groups[0] else None,
+        "shared_size": config.moe_intermediate_size * (config.n_shared_experts or 0),
+        "sparse_layers": tuple(_is_sparse(config, layer) for layer in range(config.num_hidden_layers)),
+    }
+
+
+def _is_sparse(config: Any, layer: int) -> bool:
+    kinds = getattr(config, "mlp_layer_types", None)
+    return bool(layer >= config.first_k_dense_replace if kinds is None else kinds[layer] == "sparse")
+
+
+def _refused_routers(experts: dict[str, Any]) -> dict[str, bool]:
+    """Return what megatron-core's router computes in another way than transformers', by its name in words."""
+    if not experts:
+        return {}
+    chosen, normalised = experts["experts_per_token"], experts["normalise_experts"]
+    sigmoid, groups = experts.get("sigmoid_router", False), experts.get("expert_groups")
+    return {
+        "norm_topk_prob = true and one expert for each token": normalised and chosen == 1,
+        "norm_topk_prob = false in routers with sigmoids": sigmoid and not normalised,
+        "groups of experts that are not scored by their best two (num_experts_per_tok // topk_group = 2)": bool(
+            groups and chosen // groups[1] != 2
+        ),
+        "no shared experts": sigmoid and not experts["shared_size"],
     }
 
 
@@ -168,6 +267,8 @@ def rotary_frequencies(hf_config: Any, device: torch.device | None = None) -> Te
     parameters = hf_config.rope_parameters
     kind = parameters.get("rope_type", "default")
     size = getattr(hf_config, "head_dim", None) or hf_config.hidden_size // hf_config.num_attention_heads
+    if hf_config.model_type == "glm4_moe":
+        size = int(size * parameters.get("partial_rotary_factor", 1.0))
     if kind == "default":
         found = 1.0 / (parameters["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float32) / size))
         factor = 1.0

@@ -15,7 +15,7 @@ torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parents[3] / "engine-torch/tests"))  # for pictured_sequences
 
 if find_spec("megatron"):
-    from megatron_layouts import MODELS, Layout, engine_config, make_model
+    from megatron_layouts import MODELS, MORE_FAMILIES, Layout, engine_config, make_model
 
     from offbeat_engine_megatron import MegatronTrainEngine
     from offbeat_engine_megatron._megatron import load_megatron
@@ -34,9 +34,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """Folder of each of `megatron_layouts.MODELS`."""
+    """Folder of each of `megatron_layouts.MODELS` and `MORE_FAMILIES`."""
     place = tmp_path_factory.mktemp("models")
-    return {name: make_model(place / name, name) for name in MODELS}
+    return {name: make_model(place / name, name) for name in (*MODELS, *MORE_FAMILIES)}
 
 
 @pytest.fixture(scope="session")

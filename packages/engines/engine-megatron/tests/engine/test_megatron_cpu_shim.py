@@ -6,6 +6,7 @@ from importlib.util import find_spec
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.moe import moe_utils
 
 from offbeat_engine_megatron._megatron import ACCELERATOR, CpuShim, _replacements, shim_for
@@ -55,8 +56,9 @@ def test_an_accelerator_of_any_kind_gets_no_shim():
 
 @pytest.mark.skipif(find_spec("transformer_engine") is not None, reason="TransformerEngine is installed")
 def test_routers_find_no_transformer_engine_on_any_device():
-    """Outside of the shim too: megatron-core 0.16.1 leaves the name undefined, and a router raises NameError."""
+    """Outside of the shim too: a router of megatron-core 0.16.1 raises NameError, and latent attention TypeError."""
     assert moe_utils.te_general_gemm is None
+    assert not multi_latent_attention.HAVE_TE
 
 
 def test_devices_pinned_memory_and_types():

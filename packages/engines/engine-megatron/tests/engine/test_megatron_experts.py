@@ -11,7 +11,7 @@ from megatron_yardstick import make_sequences, train_steps
 from safetensors.torch import load_file
 from torch import nn
 
-from offbeat_engine_megatron._layers import GroupedExperts
+from offbeat_engine_megatron._layers.experts import GroupedExperts
 from offbeat_testing import reference_logprobs, reference_model
 
 FORMS = [Layout(model="qwen3-moe", options={"experts": form}) for form in ("grouped", "sequential")]

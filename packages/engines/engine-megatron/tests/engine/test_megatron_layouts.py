@@ -21,6 +21,9 @@ ONE_OF_A_KIND = {
     "llama, one rank",
     "qwen3-moe, dp2 ep2",
     "qwen3-moe, dp2 ep2, experts=sequential",
+    "qwen2-moe, tp2 ep2",
+    "glm4-moe, cp2 pp2 ep2",
+    "deepseek-v3, tp2 ep2",
 }
 """One layout for each kind of parallelism and each family; the others only vary them further."""
 

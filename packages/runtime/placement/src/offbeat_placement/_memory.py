@@ -61,6 +61,7 @@ class TrainMemory:
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches.
         data_parallel: ranks over which the stage below spreads.
         tensor_parallel: ranks that share each matrix.
+        whole_parameters: weights of all blocks that each of those ranks holds whole.
         pipeline_parallel: ranks that share the blocks.
         expert_parallel: ranks that share the experts, each whole; 1: experts are shared like everything else.
         zero_stage: what data-parallel ranks share out: 0 nothing, 1 the optimizer's state, 2 gradients too, 3 weights
@@ -88,6 +89,7 @@ class TrainMemory:
     vocabulary_bytes: int = 4
     data_parallel: int = 1
     tensor_parallel: int = 1
+    whole_parameters: int = 0
     pipeline_parallel: int = 1
     expert_parallel: int = 1
     zero_stage: int = 3
@@ -184,7 +186,8 @@ class TrainMemory:
         """Numbers of one rank, one for each parameter, of what is shared out from a stage of ZeRO on; 0: by none."""
         width, replicas = self.tensor_parallel, self.data_parallel
         experts = shape.expert_parameters if self.expert_parallel > 1 else 0
-        held = (shape.num_parameters - experts) / width / self._share(stage, replicas)
+        shared = shape.num_parameters - experts - self.whole_parameters
+        held = (shared / width + self.whole_parameters) / self._share(stage, replicas)
         if experts:
             held += experts / self.expert_parallel / self._share(stage, replicas * width / self.expert_parallel)
         return held / self.pipeline_parallel
@@ -421,6 +424,7 @@ def train_memory(
         vocabulary_bytes=layout.vocabulary_bytes,
         data_parallel=layout.dp * layout.cp // layout.replicas,
         tensor_parallel=layout.tp,
+        whole_parameters=layout.whole_parameters,
         pipeline_parallel=layout.pp,
         expert_parallel=layout.ep,
         zero_stage=layout.zero_stage,

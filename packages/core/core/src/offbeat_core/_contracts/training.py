@@ -193,6 +193,7 @@ class TrainLayout:
         whole_gradient_bytes: of one gradient of all weights that each data parallel rank holds between micro-batches,
             beside its part of the sums; 0 where ranks add up gradients with each micro-batch.
         vocabulary_bytes: of one number of embedding and head, and of its gradient, where ranks gather them.
+        whole_parameters: of the model, that each of the tensor parallel ranks holds whole.
         offloads_optimizer: the optimizer's state waits in main memory, and passes through the device in each step.
         offloads_inputs: inputs of layers, where these are recomputed, wait in main memory for the backward pass.
         fuses_recurrence: layers with the gated delta rule compute with kernels that keep little but their inputs for
@@ -218,6 +219,7 @@ class TrainLayout:
     vocabulary_optimizer_bytes: float = 0
     whole_gradient_bytes: int = 0
     vocabulary_bytes: int = 4
+    whole_parameters: int = 0
     offloads_optimizer: bool = False
     offloads_inputs: bool = False
     fuses_recurrence: bool = False
@@ -236,7 +238,7 @@ class TrainLayout:
 
         Embedding and head are counted as other weights are.
         """
-        whole = num_parameters // (self.tp * self.pp)
+        whole = ((num_parameters - self.whole_parameters) // self.tp + self.whole_parameters) // self.pp
         parts: list[tuple[int, float]] = [
             (3, self.weight_bytes if trains_all else self.frozen_weight_bytes or self.weight_bytes)
         ]

@@ -1,0 +1,1 @@
+"""Layers of megatron-core that this engine replaces, or changes."""
