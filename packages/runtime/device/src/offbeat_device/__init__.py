@@ -22,6 +22,23 @@ if TYPE_CHECKING:
         open_device,
         rank_device,
     )
+    from offbeat_device._exact import (
+        ExactLayer,
+        can_pack,
+        check_exact,
+        check_exact_family,
+        exact_attention,
+        exact_head,
+        exact_layer,
+        exact_logsumexp,
+        exact_norm,
+        exact_product,
+        exact_with_gradient_of,
+        is_worth_packing,
+        pack_matrix,
+        row_sum,
+        trained_product,
+    )
     from offbeat_device._offload import MemoryOffloader
     from offbeat_device._streaming import StreamedMemory
     from offbeat_device._tracing import StepTracer, TraceFiles
@@ -30,6 +47,7 @@ __all__ = [
     "AttendedTokens",
     "Device",
     "DeviceMemory",
+    "ExactLayer",
     "MaskedAttention",
     "MemoryOffloader",
     "Profiler",
@@ -40,11 +58,25 @@ __all__ = [
     "TraceFiles",
     "WorkGraphs",
     "accelerator_kind",
+    "can_pack",
+    "check_exact",
+    "check_exact_family",
     "compiled",
     "copy_to_device",
+    "exact_attention",
+    "exact_head",
+    "exact_layer",
+    "exact_logsumexp",
+    "exact_norm",
+    "exact_product",
+    "exact_with_gradient_of",
+    "is_worth_packing",
     "open_device",
+    "pack_matrix",
     "prepare_compiler",
     "rank_device",
+    "row_sum",
+    "trained_product",
 ]
 
 __getattr__, __dir__ = load_lazily(
@@ -55,6 +87,10 @@ __getattr__, __dir__ = load_lazily(
         "_device": (
             "accelerator_kind AttendedTokens Device DeviceMemory MaskedAttention open_device Profiler rank_device "
             "StableMemory WorkGraphs"
+        ),
+        "_exact": (
+            "can_pack check_exact check_exact_family exact_attention exact_head exact_layer exact_logsumexp exact_norm "
+            "exact_product exact_with_gradient_of ExactLayer is_worth_packing pack_matrix row_sum trained_product"
         ),
         "_offload": "MemoryOffloader",
         "_streaming": "StreamedMemory",
