@@ -153,7 +153,7 @@ def choose_compiled(
     Raises:
         ConfigError: option `compile_layers` is "on" and they cannot be compiled.
     """
-    if options.compile_layers == "off":
+    if options.compile_layers == "off" or options.is_exact:
         return None
     obstacles = {
         f"{type(model.whole).__name__} names no decoder layers": not find_layers(model),

@@ -41,6 +41,7 @@ from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     arrange,
     check_copies,
+    check_numerics,
     check_optimizer,
     layout_of,
     plan_layout,
@@ -150,6 +151,7 @@ class TorchTrainEngine(StepCounts):
         options = TorchEngineOptions.parse(config.options)
         check_schedule(config)
         check_optimizer(config, options)
+        check_numerics(config, options, shares_weights=mesh is not None and mesh.size > 1)
         device = open_device(config.device, mesh.device if mesh else None)
         check_copies(options, mesh.size if mesh else 1)
         mesh = arrange(mesh, options)

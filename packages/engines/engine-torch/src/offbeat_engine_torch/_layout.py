@@ -8,6 +8,7 @@ from typing import Any, Final, Self
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
 from offbeat_engine_torch._layers.balance import check_balance
+from offbeat_engine_torch._layers.exact import check_exact_model
 from offbeat_engine_torch._layers.nf4 import NF4_BYTES
 from offbeat_engine_torch._layers.recurrence import check_shared_heads, has_fused_rule
 from offbeat_engine_torch._lengths import rotary_limit
@@ -129,6 +130,17 @@ class TorchEngineOptions:
         "copies are made.",
     )
 
+    numerics: str = setting(
+        "native",
+        "exact: log-probabilities have the bits that the embedded sampler finds with the same option under the same "
+        "weights, whatever the batch; of dense Qwen2, Qwen3 and Llama models, without tp and cp.",
+        choices=("native", "exact"),
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.numerics == "exact"
+
     @classmethod
     def parse(cls, options: Mapping[str, Any]) -> Self:
         """Check names, types and bounds.
@@ -196,6 +208,38 @@ def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) 
     return wanted
 
 
+def check_numerics(config: TrainEngineConfig, options: TorchEngineOptions, *, shares_weights: bool) -> None:
+    """Refuse what computes otherwise than exact numerics, where these are asked for.
+
+    Args:
+        config: of the engine.
+        options: of the engine.
+        shares_weights: ranks gather them, in the format of the layers.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    if not options.is_exact:
+        return
+    native = {"tensor_parallel": 1, "context_parallel": 1, "head_dtype": "auto"}
+    wrong = [
+        f"option {name} = {getattr(options, name)}" for name, value in native.items() if getattr(options, name) != value
+    ]
+    if options.compile_layers == "on":
+        wrong.append('option compile_layers = "on"')
+    if options.lora_base_dtype == "nf4":
+        wrong.append('option lora_base_dtype = "nf4"')
+    if config.head != "tokens":
+        wrong.append(f'head = "{config.head}"')
+    if config.lora_rank and config.dtype == "bfloat16" and shares_weights:
+        wrong.append(f"lora_rank = {config.lora_rank} in bfloat16 on several ranks, which round adapters")
+    if wrong:
+        raise ConfigError(
+            f'option numerics = "exact" has arithmetic of its own, which excludes {"; ".join(wrong)}: leave them '
+            'out, or set numerics = "native"'
+        )
+
+
 def check_optimizer(config: TrainEngineConfig, options: TorchEngineOptions) -> None:
     """Refuse Muon, and a rule for routers' biases, where adapters are all that is trained: they are no matrices for
     Muon, see `hidden_matrices`, and a checkpoint of adapters holds no biases.
@@ -229,6 +273,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     options = TorchEngineOptions.parse(config.options)
     check_schedule(config)
     check_optimizer(config, options)
+    check_numerics(config, options, shares_weights=num_ranks > 1)
     device = open_device(config.device)
     width, cp = options.tensor_parallel, options.context_parallel
     adds_up_in_bfloat16(config, options)
@@ -241,6 +286,8 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     hf_config = read_config(
         config.model_path, trust_remote_code=config.trust_remote_code, scores=config.head == "score"
     )
+    if options.is_exact:
+        check_exact_model(hf_config)
     if width > 1:
         check_tensor_parallel(hf_config, hf_config.model_type, width)
     if cp > 1:

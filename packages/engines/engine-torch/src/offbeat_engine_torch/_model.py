@@ -83,6 +83,7 @@ class CausalModel(nn.Module):
         part: which rows of the head are here; None for all.
         context: how ranks share the tokens of a pack; None where this rank computes all of them.
         routing: the routers of a mixture of experts.
+        exact: format of the products of exact numerics; None for native ones.
     """
 
     def __init__(
@@ -96,6 +97,7 @@ class CausalModel(nn.Module):
     ) -> None:
         super().__init__()
         self.scores, self.vision = scores, vision
+        self.exact: torch.dtype | None = None
         self.part: VocabularyPart | None = None
         self.context: PackShare | None = None
         self.routing = Routing(whole)
@@ -201,7 +203,8 @@ class CausalModel(nn.Module):
         patches: ImagePatches | None,
     ) -> Any:
         """Answer for tokens that are here: see `forward`."""
-        computing = torch.autocast(ids_T.device.type, dtype=autocast) if autocast else nullcontext()
+        rounds = autocast is not None and self.exact is None
+        computing = torch.autocast(ids_T.device.type, dtype=autocast) if rounds else nullcontext()
         packed = plan.arguments(kernel) if plan is not None else {}
         rest = {"position_ids": positions_T.unsqueeze(-2), "use_cache": False, **packed}
         with computing:
@@ -231,6 +234,7 @@ class CausalModel(nn.Module):
             entropy_gradient=query.entropy_gradient,
             part=self.part,
             fused=query.fused,
+            exact=self.exact,
         )
         differing_T = self.routing.differing()
         if differing_T is None:

@@ -20,6 +20,7 @@ from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._frozen import base_in_bfloat16, hold_in_bfloat16, pack_layers
 from offbeat_engine_torch._layers.balance import Routers
 from offbeat_engine_torch._layers.context import PackShare
+from offbeat_engine_torch._layers.exact import check_exact_model, make_exact
 from offbeat_engine_torch._layers.plan import AttentionPlan, to_device
 from offbeat_engine_torch._layers.recompute import OffloadedInputs, recompute_layers
 from offbeat_engine_torch._layers.recurrence import missing_kernels
@@ -42,7 +43,7 @@ from offbeat_engine_torch._model import (
     outline_model,
 )
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
-from offbeat_engine_torch._parallel.sharding import fill_buffers, free_gathered, shard_model
+from offbeat_engine_torch._parallel.sharding import fill_buffers, find_layers, free_gathered, shard_model
 from offbeat_engine_torch._pieces import Piece, find_pieces
 from offbeat_mesh import Mesh
 from offbeat_training import (
@@ -191,6 +192,10 @@ def make_policy(
             loss_weight=options.router_aux_loss,
             bias_rate=options.router_bias_rate,
         )
+        if options.is_exact:
+            model.exact = FORMATS[config.dtype] or torch.float32
+            check_exact_model(model.whole.config)
+            make_exact(model.whole, find_layers(model), model.decoder.norm, model.exact)
         folder, kernel = Path(config.model_path).expanduser(), attention_kernel(device)
         compiled = choose_compiled(model, config, options, device, kernel, ranks)
         if config.activation_checkpointing:
@@ -198,7 +203,7 @@ def make_policy(
         elif options.offload_activations and ranks.leader:
             log.warning("option offload_activations does nothing where activation_checkpointing is false")
         is_rounded = (mesh is not None and mesh.group("dp", "cp").size > 1) or holds_base_in_bfloat16(config, options)
-        read_in = FORMATS[config.dtype] if is_rounded else None
+        read_in = FORMATS[config.dtype] if is_rounded or options.is_exact else None
         with model.routing.watch():
             limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
         if compiled:

@@ -11,14 +11,14 @@ is cut).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from offbeat_device import compiled
+from offbeat_device import compiled, exact_head, exact_product, row_sum
 
 CHUNK_BYTES = 64 * 2**20
 """Size of a chunk's logits, on a processor."""
@@ -67,6 +67,7 @@ def token_logprobs(
     entropy_gradient: bool = False,
     part: VocabularyPart | None = None,
     fused: bool = False,
+    exact: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-probability of each target under softmax(scale * (hidden @ weight.T + bias)), and that softmax's entropy.
 
@@ -88,11 +89,13 @@ def token_logprobs(
         part: which rows of the head `weight_VE` and `bias_V` are; None for all.
         fused: compile what is done to a chunk of logits to one or two kernels, see `compiled`; not with `part`, whose
             ranks exchange in between.
+        exact: log-probabilities have the bits that `exact_head` and `exact_logsumexp` of offbeat-device give them, with
+            the weight rounded to this format; neither with `part` nor `fused`. None: `matmul_dtype` says how.
 
     Returns:
         [N] log-probabilities and [N] entropies, nats, float32 (float64 when the products are), alike on all ranks.
     """
-    formats = _Formats.of(hidden_NE, weight_VE, matmul_dtype, gradient_dtype)
+    formats = replace(_Formats.of(hidden_NE, weight_VE, matmul_dtype, gradient_dtype), exact=exact)
     wants_gradient = torch.is_grad_enabled() and (hidden_NE.requires_grad or weight_VE.requires_grad)
     # What can be kept serves the gradient of the log-probability alone.
     most_bytes = KEPT_BYTES if hidden_NE.is_cpu else DEVICE_KEPT_BYTES
@@ -122,11 +125,14 @@ def logprobs_of_logits(logits_NV: Tensor, target_N: Tensor, part: VocabularyPart
 
 @dataclass(frozen=True)
 class _Formats:
-    """Formats of the logits' factors, rounded results included or (None) not; of the gradients'; of all else."""
+    """Formats of the logits' factors, rounded results included or (None) not; of the gradients'; of all else; of the
+    weight in exact numerics, if they are meant.
+    """
 
     matmul: torch.dtype | None
     gradient: torch.dtype
     sums: torch.dtype
+    exact: torch.dtype | None = None
 
     @classmethod
     def of(cls, hidden: Tensor, weight: Tensor, matmul: torch.dtype | None, gradient: torch.dtype | None) -> "_Formats":
@@ -173,7 +179,8 @@ class _HeadLogprobs(torch.autograd.Function):
                     if fused:
                         results = _reduce_fused(logits_BV, column[block], keep_BV, head.limit)
                     else:
-                        results = _reduce(logits_BV, column[block], found, part, keep_BV, head.limit)
+                        add_up = row_sum if formats.exact else _sum
+                        results = _reduce(logits_BV, column[block], found, part, keep_BV, head.limit, add_up)
                     chosen[block], lse[block], mean[block] = results
         entropy = lse - mean
         ctx.save_for_backward(hidden, weight, bias, target, lse, entropy, kept_KV)
@@ -264,7 +271,8 @@ class _Head:
         # A wider result of a product than its factors is known to CUDA alone.
         self._wider = factors != formats.sums and weight_VE.is_cuda
         matmul = formats.matmul or (factors if self._wider else formats.sums)
-        self._weight_VE, self._bias_V = weight_VE.to(matmul), bias_V
+        self._exact = None if formats.exact is None else exact_head(weight_VE, formats.exact)
+        self._weight_VE, self._bias_V = weight_VE if formats.exact else weight_VE.to(matmul), bias_V
         self._scale, self._formats = scale, formats
         chunk_bytes = CHUNK_BYTES if weight_VE.is_cpu else DEVICE_CHUNK_BYTES
         self._chunk_tokens = max(MIN_CHUNK_TOKENS, chunk_bytes // (4 * len(weight_VE)))
@@ -284,7 +292,9 @@ class _Head:
             self._buffer_CV = torch.empty(shape, dtype=self._formats.sums, device=hidden_CE.device)
         logits_CV = self._buffer_CV if self._fused else self._buffer_CV[: len(hidden_CE)]
         weight_EV = self._weight_VE.T
-        if self._wider:
+        if self._exact is not None:
+            logits_CV.copy_(exact_product(hidden_CE, self._exact, wide=True))
+        elif self._wider:
             torch.mm(hidden_CE.to(weight_EV.dtype), weight_EV, out_dtype=logits_CV.dtype, out=logits_CV)
         elif weight_EV.dtype == logits_CV.dtype:
             torch.mm(hidden_CE.to(weight_EV.dtype), weight_EV, out=logits_CV)
@@ -306,6 +316,10 @@ def _times(apart_BV: Tensor, slope_BV: Tensor | None) -> Tensor:
     return apart_BV if slope_BV is None else apart_BV.mul_(slope_BV)
 
 
+def _sum(x_BV: Tensor) -> Tensor:
+    return x_BV.sum(1)
+
+
 def _reduce(
     logits_BV: Tensor,
     column_B: Tensor,
@@ -313,6 +327,7 @@ def _reduce(
     part: VocabularyPart | None,
     keep_BV: Tensor | None,
     limit: float | None,
+    add_up: Callable[[Tensor], Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """[B] each: the target's logit, log-sum-exp and mean of all logits (overwritten); fills `keep_BV` with `apart`."""
     slope_BV = None if keep_BV is None else _slope(logits_BV, limit)
@@ -324,7 +339,7 @@ def _reduce(
     # The largest becomes 0, so no exponential overflows.
     logits_BV -= top_B1
     odds_BV = logits_BV.exp()
-    total_B, weighted_B = odds_BV.sum(1), torch.linalg.vecdot(odds_BV, logits_BV)
+    total_B, weighted_B = add_up(odds_BV), torch.linalg.vecdot(odds_BV, logits_BV)
     if part is not None and here_B is not None:
         total_B, weighted_B, chosen_B = part.add(torch.stack([total_B, weighted_B, chosen_B * here_B]))
     if keep_BV is not None:

@@ -79,13 +79,15 @@ def exact_product(x_NI: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None,
     on_cpu, num_rows = x_NI.is_cpu, len(x_NI)
     padded = F.pad(x_NI, (0, 0, 0, -num_rows % (ROW_TILE if on_cpu else DEVICE_ROWS)))
     if weight_OI.is_mkldnn:
-        return torch.ops.mkldnn._linear_pointwise.default(padded, weight_OI, bias_O, "none", [], "")[:num_rows]
+        y: Tensor = torch.ops.mkldnn._linear_pointwise.default(padded, weight_OI, bias_O, "none", [], "")
+        return y[:num_rows]
     if on_cpu:
         return F.linear(padded, weight_OI, bias_O)[:num_rows]
+    rows = [padded[at : at + DEVICE_ROWS] for at in range(0, len(padded), DEVICE_ROWS)]
     if wide and weight_OI.dtype != torch.float32 and bias_O is None:
-        tiles = [torch.mm(each, weight_OI.t(), out_dtype=torch.float32) for each in padded.split(DEVICE_ROWS)]
+        tiles = [torch.mm(each, weight_OI.t(), out_dtype=torch.float32) for each in rows]
     else:
-        tiles = [F.linear(each, weight_OI, bias_O) for each in padded.split(DEVICE_ROWS)]
+        tiles = [F.linear(each, weight_OI, bias_O) for each in rows]
     return torch.cat(tiles)[:num_rows] if tiles else padded.new_empty(0, len(weight_OI))
 
 
@@ -323,8 +325,8 @@ def exact_layer(x_NE: Tensor, layer: ExactLayer, rotations_NC2: Tensor, attend: 
         [N, E] float32.
     """
     mixed = layer.qkv(exact_norm(x_NE, layer.input_norm, layer.eps))
-    heads = mixed.unflatten(-1, (layer.num_heads + 2 * layer.num_kv_heads, -1))
-    parts = heads.split((layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), 1)
+    heads = torch.unflatten(mixed, -1, (layer.num_heads + 2 * layer.num_kv_heads, -1))
+    parts = torch.split(heads, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), 1)
     query, key = (
         each.float() if weight is None else exact_norm(each, weight, layer.eps)
         for each, weight in zip(parts[:2], (layer.query_norm, layer.key_norm), strict=True)

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from offbeat_core import ModelError
+from offbeat_device import exact_attention
 from offbeat_engine_torch._layers.exchange import times_to_repeat
 from offbeat_engine_torch._layers.plan import AttentionPlan, Rows, VarlenKeys
 from offbeat_engine_torch._layers.sinks import add_sink_key, leave_to_sinks, sink_gradient, varlen_with_sinks
@@ -81,19 +82,19 @@ def packed_attention(
     how = (plan, kernel, keys, scale, sliding_window)
     ranks = plan.ranks
     if ranks is None:
-        return _attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
+        return attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
     if plan.run is not None:
         key_1KTD, value_1KTD = ranks.gather_tokens(key_1KTD), ranks.gather_tokens(value_1KTD)
-        return _attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
+        return attend(query_1HTD, key_1KTD, value_1KTD, s_aux, *how), None
     times = times_to_repeat(key_1KTD.shape[1], ranks.size)
     if times > 1:
         key_1KTD, value_1KTD = (x.repeat_interleave(times, 1) for x in (key_1KTD, value_1KTD))
     query, key, value = (ranks.take_heads(x) for x in (query_1HTD, key_1KTD, value_1KTD))
     sinks = None if s_aux is None else s_aux.chunk(ranks.size)[ranks.rank]
-    return ranks.take_tokens(_attend(query, key, value, sinks, *how)), None
+    return ranks.take_tokens(attend(query, key, value, sinks, *how)), None
 
 
-def _attend(
+def attend(
     query_1HTD: Tensor,
     key_1KTD: Tensor,
     value_1KTD: Tensor,
@@ -294,3 +295,13 @@ def _masked_rows(
         parts.append(_unpad(out[..., : value.shape[-1]], rows))
         tokens.append(rows.token)
     return torch.cat(tokens), torch.cat(parts)
+
+
+def attend_exactly(query: Tensor, key: Tensor, value: Tensor, *, plan: AttentionPlan, scale: float) -> Tensor:
+    """Attend as `exact_attention` does, [T, H, D] float32 without gradient, within each sequence of a pack."""
+    out = torch.empty_like(query, dtype=torch.float32)
+    for rows, starts in plan.aligned():
+        queries = _gather(query, rows.query, rows.num_rows)
+        keys, values = (_gather(x, rows.key, rows.num_rows) for x in (key, value))
+        out.index_copy_(0, rows.token, _unpad(exact_attention(queries, keys, values, starts, scale), rows))
+    return out

@@ -133,6 +133,10 @@ class AttentionPlan:
         """Each parent's tokens as keys and all its children's tokens as queries, everything seen, by key head."""
         return self._once(("cross", num_heads), lambda: self._cross_rows(num_heads))
 
+    def aligned(self) -> list[tuple[Rows, list[int]]]:
+        """Return rows as those of `joined`, without a mask; how many keys come before the first query of each."""
+        return self._once("aligned", self._aligned_rows)
+
     def joined(self, window: int | None) -> list[Rows]:
         """Each segment as a row whose keys are its parent's tokens and its own, masked."""
         return self._once(("joined", window), lambda: self._masked_rows(self._keys_of_runs(), window, causal=True))
@@ -192,6 +196,14 @@ class AttentionPlan:
                 self._rows(bucket, [keys[span] for span in bucket], num_heads=num_heads) for bucket in _buckets(keys)
             )
         return blocks
+
+    def _aligned_rows(self) -> list[tuple[Rows, list[int]]]:
+        keys_of, found = self._keys_of_runs(), []
+        for bucket in _buckets(keys_of):
+            keys = [keys_of[span] for span in bucket]
+            starts = [len(key) - length for key, (_, length) in zip(keys, bucket, strict=True)]
+            found.append((self._rows(bucket, keys), starts))
+        return found
 
     def _masked_rows(self, keys_of: dict[tuple[int, int], Indices], window: int | None, *, causal: bool) -> list[Rows]:
         blocks = []
