@@ -106,7 +106,7 @@ def _newest_whole(table: Sequence[Mapping[int, tuple[int, int]]]) -> int:
     """Return the newest version of which each rank, or the one after it, has a state."""
     size = len(table)
     gaps = {
-        version: [rank for rank in range(size) if version not in table[rank] | table[(rank + 1) % size]]
+        version: [rank for rank in range(size) if version not in {*table[rank], *table[(rank + 1) % size]}]
         for version in sorted({version for held in table for version in held})
     }
     if whole := [version for version, ranks in gaps.items() if not ranks]:

@@ -326,7 +326,7 @@ def exact_layer(x_NE: Tensor, layer: ExactLayer, rotations_NC2: Tensor, attend: 
     """
     mixed = layer.qkv(exact_norm(x_NE, layer.input_norm, layer.eps))
     heads = torch.unflatten(mixed, -1, (layer.num_heads + 2 * layer.num_kv_heads, -1))
-    parts = torch.split(heads, (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads), 1)
+    parts = torch.split(heads, [layer.num_heads, layer.num_kv_heads, layer.num_kv_heads], 1)
     query, key = (
         each.float() if weight is None else exact_norm(each, weight, layer.eps)
         for each, weight in zip(parts[:2], (layer.query_norm, layer.key_norm), strict=True)

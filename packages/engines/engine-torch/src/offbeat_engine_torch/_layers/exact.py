@@ -43,7 +43,7 @@ def check_exact_model(hf_config: Any) -> None:
         )
 
 
-def make_exact(whole: Any, layers: Sequence[nn.Module], norm: Any, dtype: torch.dtype) -> None:
+def make_exact(whole: Any, layers: Sequence[Any], norm: Any, dtype: torch.dtype) -> None:
     """Let a loaded model compute exactly, with products in `dtype`.
 
     Args:
@@ -98,11 +98,12 @@ def _exact_layer_class(family: Any, dtype: torch.dtype) -> Any:
 
 def _attend(plan: Any, num_heads: int, num_keys: int, how: dict[str, Any], qkv_TND: Tensor) -> Tensor:
     """Attend within the sequences of a pack, [T, H + 2 J, D] to [T, H * D]."""
-    parts = torch.split(qkv_TND, (num_heads, num_keys, num_keys), 1)
+    parts = torch.split(qkv_TND, [num_heads, num_keys, num_keys], 1)
 
     def native(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        by_head = (each.transpose(0, 1)[None] for each in (query, key, value))
-        return attend(*by_head, None, plan, how["kernel"], how["keys"], how["scale"], None)[0]
+        query_1HTD, key_1JTD, value_1JTD = (each.transpose(0, 1)[None] for each in (query, key, value))
+        rest = (None, plan, how["kernel"], how["keys"], how["scale"], None)
+        return attend(query_1HTD, key_1JTD, value_1JTD, *rest)[0]
 
     exact = partial(attend_exactly, plan=plan, scale=how["scale"])
     return exact_with_gradient_of(exact, native, *parts).flatten(1)
