@@ -67,8 +67,8 @@ def make_exact(whole: Any, layers: Sequence[Any], norm: Any, dtype: torch.dtype)
     device = next(whole.parameters()).device
     check_exact(device, dtype, shapes, head_dim, head=(config.vocab_size, width))
     for layer in layers:
-        layer.__class__ = _exact_layer_class(type(layer), dtype)
-    norm.__class__ = _exact_norm_class(type(norm), dtype)
+        layer.__class__ = _exact_layer_class(layer.__class__, dtype)
+    norm.__class__ = _exact_norm_class(norm.__class__, dtype)
     whole.get_input_embeddings().register_forward_hook(lambda _, __, rows: rows.to(dtype).float())
 
 
