@@ -71,6 +71,7 @@ def test_replicas_work_with_other_options(options, mesh, folder, make_groups):
     assert_same(replicated, cut, 1e-4 if "muon" in str(options) else 1e-5)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="torch 2.11 turns bytes to bfloat16: see check_nf4_over_ranks")
 @pytest.mark.mesh(dp=4)
 def test_gradients_are_added_up_in_bfloat16_over_replicas_too(mesh, folder, make_groups):
     options = {"reduce_dtype": "bfloat16", "lora_base_dtype": "nf4"}

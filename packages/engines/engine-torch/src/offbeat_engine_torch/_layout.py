@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final, Self
 
+import torch
+
 from offbeat_core import ConfigError, TrainEngineConfig, TrainLayout, check_schedule, read_options, setting
 from offbeat_device import Device, open_device
 from offbeat_engine_torch._layers.balance import check_balance
@@ -193,6 +195,19 @@ def holds_base_in_nf4(options: TorchEngineOptions) -> bool:
     return options.lora_base_dtype == "nf4"
 
 
+def check_nf4_over_ranks(options: TorchEngineOptions, num_ranks: int) -> None:
+    """Refuse NF4 over ranks of dp and cp where torch gathers bytes as other numbers: 2.11 turns them to bfloat16.
+
+    Raises:
+        ConfigError: with the versions.
+    """
+    if holds_base_in_nf4(options) and num_ranks > 1 and torch.__version__ < "2.13":
+        raise ConfigError(
+            f'option lora_base_dtype = "nf4" over {num_ranks} ranks needs torch 2.13 or newer, whose FSDP2 gathers '
+            f'bytes as they are: found {torch.__version__}; install it, or set the option "bfloat16"'
+        )
+
+
 def adds_up_in_bfloat16(config: TrainEngineConfig, options: TorchEngineOptions) -> bool:
     """Return whether ranks add up the gradients of layers in bfloat16.
 
@@ -281,6 +296,7 @@ def plan_layout(config: TrainEngineConfig, num_ranks: int) -> TrainLayout:
     dp, ep = num_data_parallel(num_ranks, options), options.expert_parallel
     check_replicas(options, dp=dp, cp=cp)
     layout = layout_of(config, options, device, dp=dp, cp=cp, tp=width, ep=ep)
+    check_nf4_over_ranks(options, dp * cp)
     if options.reduce_once == "on" and dp * cp > 1:
         layout = replace(layout, whole_gradient_bytes=GRADIENT_BYTES)
     hf_config = read_config(

@@ -29,6 +29,7 @@ from offbeat_engine_torch._layout import (
     TorchEngineOptions,
     adds_up_in_bfloat16,
     check_context_parallel,
+    check_nf4_over_ranks,
     gathers_vocabulary_in_bfloat16,
     head_multiplies_in_bfloat16,
     holds_base_in_bfloat16,
@@ -277,6 +278,7 @@ def _load_parts(
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     assert isinstance(ranks, ShardedRanks)
     replicas = ranks.replicas
+    check_nf4_over_ranks(options, mesh.group("dp", "cp").size)
     model = _outline_frozen(config, options, device)
     _choose_trained(model, config, options)
     shard_model(

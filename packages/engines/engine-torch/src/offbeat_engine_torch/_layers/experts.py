@@ -114,9 +114,9 @@ class _Seen:
     Gradients arrive at the weights themselves.
     """
 
-    def __init__(self, experts: Any, dtype: torch.dtype | None, **others: Any) -> None:
+    def __init__(self, experts: Any, dtype: torch.dtype | None, *, num_experts: int | None = None) -> None:
         self._experts, self._dtype = experts, dtype
-        self.__dict__.update(others)
+        self.num_experts = experts.num_experts if num_experts is None else num_experts
 
     def __getattr__(self, name: str) -> Any:
         found = here(getattr(self._experts, name))

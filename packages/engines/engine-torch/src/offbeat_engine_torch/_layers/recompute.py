@@ -79,9 +79,11 @@ class OffloadedInputs:
 
     def hooks(self) -> saved_tensors_hooks:
         """Return the context in which what is kept for the backward pass is taken to main memory."""
-        return saved_tensors_hooks(self._keep, _Input.take)
+        return saved_tensors_hooks(self._keep, lambda kept: kept.take() if isinstance(kept, _Input) else kept)
 
-    def _keep(self, tensor: Tensor) -> "_Input":
+    def _keep(self, tensor: Tensor) -> "_Input | Tensor":
+        if not tensor.numel():  # torch 2.11 keeps one beside the input of each layer, 2.13 does not
+            return tensor.detach()
         before = self._leaving[-1]() if self._leaving else None
         if before is not None and before.used:  # of a micro-batch whose backward pass has run
             before = None
