@@ -27,11 +27,11 @@ from torch import Tensor
 
 from offbeat_engine_megatron._kernels import GROUPED, GROUPED_TE, TE, Kernels
 from offbeat_engine_megatron._layers.attention import (
-    LatentAttention,
     PackAngles,
     PackedAttention,
     PackedParams,
     SequenceNorm,
+    WholeLatentAttention,
 )
 from offbeat_engine_megatron._layers.embedding import add_deepstack, embed_images, leave_out_padding, make_tower
 from offbeat_engine_megatron._layers.experts import GroupedExperts, Router, follow_routes
@@ -343,7 +343,7 @@ def _layer(shape: ModelShape, kernels: Kernels, num_experts: int | None) -> Modu
             layer.mlp.submodules.experts = ModuleSpec(module=GroupedExperts)
     layer.input_layernorm = layer.pre_mlp_layernorm = SequenceNorm
     if shape.latent is not None:
-        layer.self_attention.module = LatentAttention
+        layer.self_attention.module = WholeLatentAttention
         attention.q_layernorm = attention.kv_layernorm = SequenceNorm
     elif shape.qk_norm:
         attention.q_layernorm = attention.k_layernorm = SequenceNorm

@@ -121,7 +121,7 @@ class SequenceNorm(torch.nn.RMSNorm):
         marks.sequence_parallel = config.sequence_parallel
 
 
-class LatentAttention(MLASelfAttention):  # type: ignore[misc]
+class WholeLatentAttention(MLASelfAttention):  # type: ignore[misc]
     """megatron-core's attention, with whole projections to latent numbers and the angles of this engine.
 
     Norms of latent numbers have an epsilon of 1e-6, whatever that of the model is. Source: `DeepseekV3Attention` of

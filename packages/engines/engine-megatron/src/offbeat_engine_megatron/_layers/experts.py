@@ -56,9 +56,8 @@ class Router(TopKRouter):  # type: ignore[misc]
         super().__init__(config=config, pg_collection=pg_collection)
         self.router_replay = RoutedChoice()
         if has_bias:
-            device = torch.cuda.current_device()
-            bias = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=device)
-            self.expert_bias = nn.Parameter(bias, requires_grad=False)
+            bias_X = torch.zeros(config.num_moe_experts, dtype=torch.float32, device=torch.cuda.current_device())
+            self.expert_bias = nn.Parameter(bias_X, requires_grad=False)
 
 
 class RoutedChoice:
