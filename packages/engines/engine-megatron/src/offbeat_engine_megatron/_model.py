@@ -188,23 +188,7 @@ def transformer_config(plan: Plan, kernels: Kernels, *, recompute: bool) -> Any:
     if recompute:
         more |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
     if shape.num_experts:
-        more |= {
-            "num_moe_experts": shape.num_experts,
-            "moe_ffn_hidden_size": shape.expert_size,
-            "moe_router_topk": shape.experts_per_token,
-            "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
-            "moe_router_pre_softmax": not shape.normalise_experts,
-            "moe_router_topk_scaling_factor": shape.expert_scale,
-            "moe_shared_expert_intermediate_size": shape.shared_size or None,
-            "moe_shared_expert_gate": shape.shared_gate,
-            "moe_router_load_balancing_type": "none",
-            "moe_router_dtype": "fp32",
-            "moe_aux_loss_coeff": 0.0,
-            "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
-            "moe_grouped_gemm": kernels.experts == GROUPED_TE,
-        }
-    if shape.expert_groups is not None:
-        more |= {"moe_router_num_groups": shape.expert_groups[0], "moe_router_group_topk": shape.expert_groups[1]}
+        more |= _expert_settings(shape, kernels)
     if (latent := shape.latent) is not None:
         more |= {
             "q_lora_rank": latent.query_rank,
@@ -265,6 +249,27 @@ def transformer_config(plan: Plan, kernels: Kernels, *, recompute: bool) -> Any:
         apply_rope_fusion=False,
         **more,
     )
+
+
+def _expert_settings(shape: ModelShape, kernels: Kernels) -> dict[str, Any]:
+    settings = {
+        "num_moe_experts": shape.num_experts,
+        "moe_ffn_hidden_size": shape.expert_size,
+        "moe_router_topk": shape.experts_per_token,
+        "moe_router_score_function": "sigmoid" if shape.sigmoid_router else "softmax",
+        "moe_router_pre_softmax": not shape.normalise_experts,
+        "moe_router_topk_scaling_factor": shape.expert_scale,
+        "moe_shared_expert_intermediate_size": shape.shared_size or None,
+        "moe_shared_expert_gate": shape.shared_gate,
+        "moe_router_load_balancing_type": "none",
+        "moe_router_dtype": "fp32",
+        "moe_aux_loss_coeff": 0.0,
+        "moe_layer_freq": [int(sparse) for sparse in shape.sparse_layers],
+        "moe_grouped_gemm": kernels.experts == GROUPED_TE,
+    }
+    if shape.expert_groups is not None:
+        settings |= {"moe_router_num_groups": shape.expert_groups[0], "moe_router_group_topk": shape.expert_groups[1]}
+    return settings
 
 
 def _leave(tensor: Tensor) -> Tensor:
