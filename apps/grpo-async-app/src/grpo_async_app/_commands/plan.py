@@ -195,9 +195,9 @@ def _describe_routes(config: GrpoConfig, batch: BatchArithmetic) -> list[tuple[s
     return [("routes", f"{token_bytes} bytes a token, at most {size_text(num_bytes)} an update, on each trainer rank")]
 
 
-def _describe_copies(config: GrpoConfig, layout: TrainLayout) -> list[tuple[str, str]]:
+def _describe_copies(config: GrpoConfig, layout: TrainLayout | None) -> list[tuple[str, str]]:
     """Return what the copies take from which a rank that dies is replaced."""
-    if not (num_bytes := copied_bytes(config, layout)):
+    if layout is None or not (num_bytes := copied_bytes(config, layout)):
         return []
     where = "of main memory on each trainer rank"
     return [("copies", f"{size_text(num_bytes // 2)} {where}, and {size_text(num_bytes)} while they are made")]

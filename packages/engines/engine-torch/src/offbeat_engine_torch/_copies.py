@@ -105,9 +105,13 @@ class PeerCopies:
 def _newest_whole(table: Sequence[Mapping[int, tuple[int, int]]]) -> int:
     """Return the newest version of which each rank, or the one after it, has a state."""
     size = len(table)
-    gaps = {
-        version: [rank for rank in range(size) if version not in {*table[rank], *table[(rank + 1) % size]}]
+    holders = {
+        version: {rank for rank, held in enumerate(table) if version in held}
         for version in sorted({version for held in table for version in held})
+    }
+    gaps = {
+        version: [rank for rank in range(size) if not {rank, (rank + 1) % size} & ranks]
+        for version, ranks in holders.items()
     }
     if whole := [version for version, ranks in gaps.items() if not ranks]:
         return whole[-1]
