@@ -7,6 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.functional import rms_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from offbeat_device import can_pack
 from offbeat_rollout_torch import _attention
 from offbeat_rollout_torch._attention import Chunk, DecodeAttention, PrefillAttention, prefill_group
 from offbeat_rollout_torch._cache import KVCache
@@ -16,7 +17,7 @@ from offbeat_rollout_torch._decoder import (
     decode_logits,
 )
 from offbeat_rollout_torch._families import read_architecture, rotations
-from offbeat_rollout_torch._layers.linear import Linear, can_pack
+from offbeat_rollout_torch._layers.linear import Linear
 from offbeat_rollout_torch._loading import WeightWriter, load_weights
 from offbeat_testing import reference_model, tiny_model
 

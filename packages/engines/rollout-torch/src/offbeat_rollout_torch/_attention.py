@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
+from offbeat_device import exact_attention
 from offbeat_rollout_torch._cache import Band, Block, Row, flat_positions
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._layers.delta_rule import StateRows
@@ -38,9 +39,10 @@ class Attention(Protocol):
 
 
 class DecodeAttention:
-    """One new token for every row of every band, in the order of the bands' rows."""
+    """One new token for every row of every band, in the order of the bands' rows; `exact`: see `exact_attention`."""
 
-    def __init__(self, bands: Sequence[Band], architecture: Architecture, like: Tensor) -> None:
+    def __init__(self, bands: Sequence[Band], architecture: Architecture, like: Tensor, *, exact: bool = False) -> None:
+        self._exact = exact
         self._num_heads, self._num_kv_heads = architecture.num_heads, architecture.num_kv_heads
         self._scale = architecture.head_dim**-0.5
         self._parts = [self._plan(block, rows, like) for band in bands for block, rows in band.used_blocks]
@@ -66,7 +68,7 @@ class DecodeAttention:
         mask = torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, -torch.inf)
         mask = mask.repeat_interleave(self._num_kv_heads, 0)[:, None]
         positions = places + rows[0].band.prefix_tokens
-        return _DecodePart(block, positions, store, mask, prefix.block if prefix else None, is_small)
+        return _DecodePart(block, positions, store, mask, prefix.block if prefix else None, is_small, cached)
 
     def __call__(self, layer: int, qkv_NhD: Tensor) -> Tensor:
         outputs, start = [], 0
@@ -80,6 +82,9 @@ class DecodeAttention:
         n, H, K, D = qkv.shape[0], self._num_heads, self._num_kv_heads, qkv.shape[-1]
         # Stored before the products: the mask lets a token see itself, too.
         part.block.flat[layer].index_copy_(0, part.store, qkv[:, H:].reshape(-1, D))
+        if self._exact:
+            keys, values = part.block.kv[layer][:, :n]
+            return exact_attention(qkv[:, :H, None], keys, values, part.cached, self._scale).view(n, H * D)
         # The G query heads of a kv head are the rows of one small product: keys are read once and never repeated.
         queries = qkv[:, :H].reshape(n * K, H // K, D)
         length = part.mask.shape[-1]
@@ -133,6 +138,7 @@ class _DecodePart:
         mask: [n * K, 1, C], added to the scores.
         prefix: the block that holds what comes before these rows.
         is_small: one fused operator takes less time than two products, see `FUSED_UP_TO_TOKENS`.
+        cached: tokens of each row before the new one.
     """
 
     block: Block
@@ -141,6 +147,7 @@ class _DecodePart:
     mask: Tensor
     prefix: Block | None
     is_small: bool
+    cached: list[int]
 
 
 @dataclass(frozen=True)
@@ -154,7 +161,9 @@ class Chunk:
 class PrefillAttention:
     """Several new tokens for some rows. `chunks` must come sorted by `prefill_group`."""
 
-    def __init__(self, chunks: Sequence[Chunk], architecture: Architecture, like: Tensor) -> None:
+    def __init__(
+        self, chunks: Sequence[Chunk], architecture: Architecture, like: Tensor, *, exact: bool = False
+    ) -> None:
         self._num_heads, self._num_kv_heads = architecture.num_heads, architecture.num_kv_heads
         positions = [torch.arange(c.row.end, c.row.end + c.num_tokens) for c in chunks]
         self.positions_N = torch.cat(positions).to(like.device)
@@ -164,7 +173,9 @@ class PrefillAttention:
         self._groups, start = [], 0
         for members in groups.values():
             num_tokens = sum(chunk.num_tokens for chunk in members)
-            group = _PrefillGroup(members, self.positions_N[start : start + num_tokens], self._num_kv_heads, like)
+            group = _PrefillGroup(
+                members, self.positions_N[start : start + num_tokens], self._num_kv_heads, like, exact
+            )
             self._groups.append((slice(start, start + num_tokens), group))
             start += num_tokens
         self.state_rows = [group.state_rows() for _, group in self._groups] if architecture.rule else []
@@ -184,8 +195,10 @@ def prefill_group(chunk: Chunk) -> PrefillKey:
 
 
 class _PrefillGroup:
-    def __init__(self, chunks: Sequence[Chunk], positions: Tensor, num_kv_heads: int, like: Tensor) -> None:
-        self._block, self._num_kv_heads = chunks[0].row.block, num_kv_heads
+    def __init__(
+        self, chunks: Sequence[Chunk], positions: Tensor, num_kv_heads: int, like: Tensor, exact: bool
+    ) -> None:
+        self._block, self._num_kv_heads, self._exact = chunks[0].row.block, num_kv_heads, exact
         counts = [chunk.num_tokens for chunk in chunks]
         # Numbers that shapes depend on are made here and sent: read from the device, they would wait for all its work.
         slots = torch.tensor([chunk.row.slot for chunk in chunks])
@@ -234,8 +247,11 @@ class _PrefillGroup:
         kv = self._block.kv[layer][:, self._slots, :, : self._length]
         if self._prefix is not None:
             kv = torch.cat((self._prefix.kv[layer].expand(-1, self._num, -1, -1, -1), kv), -2)
-        out = F.scaled_dot_product_attention(
-            queries, kv[0], kv[1], attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=True
-        )
+        if self._exact:
+            out = exact_attention(queries, kv[0], kv[1], self._starts, D**-0.5)
+        else:
+            out = F.scaled_dot_product_attention(
+                queries, kv[0], kv[1], attn_mask=self._mask, is_causal=self._mask is None, enable_gqa=True
+            )
         out = out.transpose(1, 2).reshape(self._num * self._width, num_heads * D)
         return out if self._padding is None else out.index_select(0, self._padding)

@@ -201,16 +201,25 @@ class KVCache:
         max_length: of a sequence.
         like: dtype and device.
         keep_tokens: kept at most.
+        shares: rows may continue from a long prefix without a copy of it.
 
     What is allocated is never more than the budget and one block: while rows move, a row of half the capacity and half
     a block at most are held twice.
     """
 
     def __init__(
-        self, architecture: Architecture, budget_tokens: int, max_length: int, like: Tensor, keep_tokens: int = 0
+        self,
+        architecture: Architecture,
+        budget_tokens: int,
+        max_length: int,
+        like: Tensor,
+        keep_tokens: int = 0,
+        *,
+        shares: bool = True,
     ) -> None:
         self.budget_tokens, self._keep_tokens = budget_tokens, keep_tokens
         self.holds_states = architecture.rule is not None
+        self._shares = shares and not self.holds_states
         capacities = [SMALLEST_CAPACITY]
         while capacities[-1] < max_length:
             capacities.append(2 * capacities[-1])
@@ -259,7 +268,7 @@ class KVCache:
 
     def shares(self, num_tokens: int) -> bool:
         """Return whether rows continue from a prefix of so many tokens without a copy of it."""
-        return num_tokens >= SHARE_FROM_TOKENS and not self.holds_states
+        return num_tokens >= SHARE_FROM_TOKENS and self._shares
 
     def capacity_for(self, length: int) -> int:
         return next(capacity for capacity in self._capacities if capacity >= length)

@@ -7,28 +7,37 @@ name gives what was written to it.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from offbeat_device import StableMemory
+from offbeat_device import ExactLayer, StableMemory, can_pack, exact_layer, exact_norm, is_worth_packing
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
 from offbeat_rollout_torch._inspection import NO_NOTES, PointNotes
 from offbeat_rollout_torch._layers.delta_rule import DeltaRule
 from offbeat_rollout_torch._layers.experts import Experts
-from offbeat_rollout_torch._layers.linear import Linear, can_pack, is_worth_packing
+from offbeat_rollout_torch._layers.linear import Linear
 from offbeat_rollout_torch._parameters import Arena, Parameter
 
 
 class LayerWeights:
     """Weights of one layer. Where it has the gated delta rule, `qkv` and `out` are the matrices before and after it."""
 
-    def __init__(self, architecture: Architecture, like: Tensor | Arena, pack: bool, *, has_rule: bool = False) -> None:
-        a = architecture
+    def __init__(
+        self,
+        architecture: Architecture,
+        like: Tensor | Arena,
+        pack: bool,
+        *,
+        has_rule: bool = False,
+        exact: bool = False,
+    ) -> None:
+        a, self._exact = architecture, exact
 
         def linear(out_size: int, in_size: int, bias: bool) -> Linear:
             return Linear(out_size, in_size, bias=bias, like=like, pack=pack)
@@ -47,7 +56,7 @@ class LayerWeights:
         if a.num_experts:
             return
         # Packed, two products of which the second multiplies by the first; else one product, and so one call less.
-        num_parts = 2 if pack and is_worth_packing(a.intermediate_size, a.hidden_size) else 1
+        num_parts = 2 if exact or (pack and is_worth_packing(a.intermediate_size, a.hidden_size)) else 1
         self.gate_up = [
             linear(2 * a.intermediate_size // num_parts, a.hidden_size, a.mlp_bias) for _ in range(num_parts)
         ]
@@ -68,8 +77,7 @@ class LayerWeights:
         """Hugging Face names, without the layer's prefix."""
         a, start, found = architecture, 0, dict[str, Parameter]()
         for name, size in self._in_parts.items():
-            # With gates between its heads, or turned in part, a head is laid out as it is in the folder.
-            rotary = a.head_dim if name.endswith(("q_proj", "k_proj")) and not a.rule else 0
+            rotary = self._turned(a) if name.endswith(("q_proj", "k_proj")) else 0
             found |= _matrix(name, self.qkv, slice(start, start + size), a.hidden_size, rotary)
             start += size
         out, mixed_size = ("linear_attn.out_proj" if self.rule else "self_attn.o_proj"), self.out.in_size
@@ -82,10 +90,37 @@ class LayerWeights:
         if self.rule is not None:
             return found | self.rule.parameters()
         if a.qk_norm:
-            rotary = 0 if a.rule else a.head_dim
+            rotary = self._turned(a)
             found["self_attn.q_norm.weight"] = _vector(lambda: self.q_norm, a.head_dim, rotary)
             found["self_attn.k_norm.weight"] = _vector(lambda: self.k_norm, a.head_dim, rotary)
         return found
+
+    def _turned(self, a: Architecture) -> int:
+        """Return the elements of a head that lie side by side in pairs.
+
+        With gates between its heads, or turned in part, it is laid out as it is in the folder; so it is where bits
+        count, which the order of a sum decides.
+        """
+        return 0 if a.rule or self._exact else a.head_dim
+
+    def exact(self, a: Architecture, dtype: torch.dtype) -> ExactLayer:
+        """Return the layer as exact numerics compute it."""
+        gate, up = self.gate_up
+        return ExactLayer(
+            input_norm=self.input_norm,
+            qkv=self.qkv.exact,
+            query_norm=self.q_norm if a.qk_norm else None,
+            key_norm=self.k_norm if a.qk_norm else None,
+            out=self.out.exact,
+            mlp_norm=self.mlp_norm,
+            gate=gate.exact,
+            up=up.exact,
+            down=self.down.exact,
+            num_heads=a.num_heads,
+            num_kv_heads=a.num_kv_heads,
+            eps=a.norm_eps,
+            dtype=dtype,
+        )
 
     def _dense(self, a: Architecture) -> dict[str, Parameter]:
         wide = a.intermediate_size
@@ -132,6 +167,7 @@ class DecoderWeights:
         pack: large matrices, where that can be.
         reserve: makes memory of so many bytes for the weights of the decoder, so that they stay where they are when
             they are released; None, where it gives None, or packed: `restored` are other tensors.
+        exact: they serve exact numerics.
     """
 
     def __init__(
@@ -142,8 +178,9 @@ class DecoderWeights:
         *,
         pack: bool = True,
         reserve: Callable[[int], StableMemory | None] | None = None,
+        exact: bool = False,
     ) -> None:
-        self.architecture, self.dtype, self.device = architecture, dtype, device
+        self.architecture, self.dtype, self.device, self.exact = architecture, dtype, device, exact
         self.pack, self._reserve = pack and can_pack(device, dtype), reserve
         like = torch.empty(0, dtype=dtype, device=device)
         self._memory: StableMemory | None = None
@@ -168,7 +205,7 @@ class DecoderWeights:
         )
         self.final_norm = like.new_empty(a.hidden_size)
         has_rule = a.rule.is_in_layer if a.rule else (False,) * a.num_layers
-        self.layers = [LayerWeights(a, like, pack, has_rule=each) for each in has_rule]
+        self.layers = [LayerWeights(a, like, pack, has_rule=each, exact=self.exact) for each in has_rule]
         self.aliases = {"lm_head.weight": f"{a.prefix}embed_tokens.weight"} if a.tied else {}
         self._build_tower()
 
@@ -228,10 +265,15 @@ class DecoderWeights:
     def restored(self) -> "DecoderWeights":
         """Return weights with memory again, and without values: these where they keep their addresses, else others."""
         if self._memory is None:
-            return DecoderWeights(self.architecture, self.dtype, self.device, pack=self.pack, reserve=self._reserve)
+            more: Any = {"pack": self.pack, "reserve": self._reserve, "exact": self.exact}
+            return DecoderWeights(self.architecture, self.dtype, self.device, **more)
         self._memory.restore()
         self._build_tower()
         return self
+
+    def shapes(self) -> list[tuple[int, int]]:
+        """Return the shapes of the matrices, as they are multiplied with."""
+        return [matrix.size for layer in self.layers[:1] for matrix in layer.matrices]
 
     def discard(self) -> None:
         """Forget what is packed: a whole update follows."""
@@ -286,6 +328,11 @@ def decode_hidden(
     """
     a = weights.architecture
     x = F.embedding(ids_N, weights.embedding)
+    if weights.exact:
+        turns = rotations_PC2.index_select(0, attention.positions_N)
+        for index, layer in enumerate(weights.layers):
+            x = exact_layer(x.float(), layer.exact(a, weights.dtype), turns, partial(attention, index))
+        return x
     if image_inputs is not None:
         x.index_copy_(0, image_inputs.placeholders_M, image_inputs.embeds_MH.to(x.dtype))
     notes.take_inputs(ids_N, attention.positions_N, x)
@@ -373,6 +420,8 @@ def _gated(layer: LayerWeights, h: Tensor, adapters: Sequence[MatrixUpdate], ind
 def decode_logits(weights: DecoderWeights, hidden_BH: Tensor, notes: PointNotes = NO_NOTES) -> Tensor:
     """[B, hidden] of the tokens to continue from, to [B, vocabulary] float32."""
     assert weights.head is not None
+    if weights.exact:
+        return weights.head.exact_in_float32(exact_norm(hidden_BH, weights.final_norm, a.norm_eps))
     dtype = weights.head.input_dtype
     normed = _normed(hidden_BH.to(dtype), weights.final_norm.to(dtype), weights.architecture)
     notes.end(normed)

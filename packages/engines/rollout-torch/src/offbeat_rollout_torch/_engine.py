@@ -35,7 +35,7 @@ from offbeat_core import (
     setting,
     wake_tags,
 )
-from offbeat_device import Device, open_device
+from offbeat_device import Device, check_exact, check_exact_family, open_device
 from offbeat_rollout_torch._cache import SMALLEST_CAPACITY, KVCache, state_tokens, token_bytes
 from offbeat_rollout_torch._decoder import DecoderWeights
 from offbeat_rollout_torch._families import eos_ids_of, load_tokenizer, read_architecture
@@ -99,6 +99,16 @@ class TorchRolloutOptions:
         "decoding steps cannot be compiled.",
         choices=("auto", "on", "off"),
     )
+    numerics: str = setting(
+        "native",
+        "exact: the bits of log-probabilities do not depend on the batch, and are those of the torch trainer with the "
+        "same option; without static rows and adapters.",
+        choices=("native", "exact"),
+    )
+
+    @property
+    def is_exact(self) -> bool:
+        return self.numerics == "exact"
 
     @classmethod
     def parse(cls, options: dict[str, Any]) -> Self:
@@ -107,7 +117,11 @@ class TorchRolloutOptions:
         Raises:
             ConfigError: whatever is wrong.
         """
-        return read_options("rollout-torch", cls, options)
+        parsed = read_options("rollout-torch", cls, options)
+        if parsed.is_exact and (parsed.static_rows or not parsed.pack_weights):
+            wrong = "static_rows = true" if parsed.static_rows else "pack_weights = false"
+            raise ConfigError(f'option numerics = "exact" has arithmetic of its own, without {wrong}: leave it out')
+        return parsed
 
 
 def cache_budget(settings: RolloutEngineSettings, needs: CacheNeeds) -> CacheBudget:
@@ -131,6 +145,8 @@ def held_bytes(settings: RolloutEngineSettings) -> HeldBytes:
 
 def refuses_adapters(config: RolloutEngineConfig, rank: int) -> str:
     """Why an engine of these settings takes no LoRA adapters of this rank; empty where it does."""
+    if TorchRolloutOptions.parse(config.options).is_exact:
+        return 'rollout-torch takes no adapters with numerics = "exact"'
     vision = read_architecture(Path(config.model_path).expanduser()).vision
     return "rollout-torch takes no adapters of a vision-language model" if vision else ""
 
@@ -173,13 +189,19 @@ class TorchRolloutEngine:
                 "1, or take a backend that splits its model, such as vllm"
             )
         self._architecture = read_architecture(folder)
+        if self._options.is_exact:
+            check_exact_family(self._architecture.family)
+            if config.weight_format == FP8:
+                raise ConfigError(
+                    'numerics = "exact" needs weights that are the trainer\'s: set weight_format = "dtype"'
+                )
         self._image_processor = ImageProcessor(folder) if self._architecture.vision else None
         self.capabilities = RolloutCapabilities(
             pause_modes=("abort", "wait", "keep"),
             sleep_levels=(1, 2),
             shares_prompt_prefix=True,
             multimodal=self._image_processor is not None,
-            lora=self._image_processor is None,
+            lora=self._image_processor is None and not self._options.is_exact,
             scores=True,
             scores_images=self._image_processor is not None,
             scores_any_temperature=True,
@@ -218,8 +240,17 @@ class TorchRolloutEngine:
         dtype: torch.dtype = getattr(torch, self._config.dtype)
         reserve = self._device.reserve if self._row_tokens else None  # for recorded steps, which hold addresses
         weights = DecoderWeights(
-            self._architecture, dtype, self._device.torch_device, pack=self._options.pack_weights, reserve=reserve
+            self._architecture,
+            dtype,
+            self._device.torch_device,
+            pack=self._options.pack_weights,
+            reserve=reserve,
+            exact=self._options.is_exact,
         )
+        if weights.exact:
+            a = self._architecture
+            head = a.vocab_size, a.hidden_size
+            check_exact(weights.device, dtype, weights.shapes(), a.head_dim, head=head)
         load_weights(weights, self._folder, as_fp8=self._config.weight_format == FP8)
         budget, longest = self._budget_tokens, self._stop_criteria.max_model_len
         kept, like, static = int(self._options.prefix_cache_share * budget), weights.final_norm, None
@@ -228,7 +259,11 @@ class TorchRolloutEngine:
             rows = StaticCache(self._architecture, num_rows, self._row_tokens, budget, like, kept, reserve)
             step = choose_step(self._options.compile_steps, weights, self._device)
             static = StaticDecoder(rows, self._device, longest, step, records=self._options.graphs)
-        cache = static.cache if static else KVCache(self._architecture, budget, longest, like, kept)
+        cache = (
+            static.cache
+            if static
+            else KVCache(self._architecture, budget, longest, like, kept, shares=not weights.exact)
+        )
         options = self._options
         scheduler = Scheduler(
             cache,
@@ -242,6 +277,8 @@ class TorchRolloutEngine:
     def _static_row_tokens(self) -> int:
         """Tokens of a static row; 0 without such."""
         wanted = self._options.static_rows
+        if self._options.is_exact:
+            return 0
         if self._architecture.num_experts or self._architecture.rule:
             if wanted:
                 what = "mixtures of experts" if self._architecture.num_experts else "layers with the gated delta rule"

@@ -270,11 +270,15 @@ def rotations(architecture: Architecture, num_positions: int) -> Tensor:
 
 def _llama3_scaled(frequencies: Tensor, rope: dict[str, Any]) -> Tensor:
     """Slow the long waves down by `factor`, leave the short ones, and blend in between."""
-    low, high = rope["low_freq_factor"], rope["high_freq_factor"]
-    waves_in_context = rope["original_max_position_embeddings"] * frequencies / (2 * math.pi)
-    keep = ((waves_in_context - low) / (high - low)).clamp(0, 1)
-    scaled: Tensor = frequencies * (keep + (1 - keep) / rope["factor"])
-    return scaled
+    # In transformers' order of operations: exact numerics need the trainer's bits.
+    names = "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"
+    low, high, context = (rope[name] for name in names)
+    waves = 2 * math.pi / frequencies
+    is_long, is_short = waves > context / low, waves < context / high
+    scaled = torch.where(is_long, frequencies / rope["factor"], frequencies)
+    keep = (context / waves - low) / (high - low)
+    blended = (1 - keep) * scaled / rope["factor"] + keep * scaled
+    return torch.where(is_long | is_short, scaled, blended)
 
 
 def load_tokenizer(folder: Path) -> Tokenizer:

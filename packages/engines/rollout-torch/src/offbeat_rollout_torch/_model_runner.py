@@ -26,7 +26,7 @@ from offbeat_rollout_torch._decoder import DecoderWeights, decode_hidden, decode
 from offbeat_rollout_torch._families import rotations
 from offbeat_rollout_torch._images import RequestImages, TokenRange, gather_image_inputs, token_rotations
 from offbeat_rollout_torch._inspection import NO_NOTES, PointNotes
-from offbeat_rollout_torch._sampling import draw, uniforms
+from offbeat_rollout_torch._sampling import draw, exact_logprobs, scaled, uniforms
 from offbeat_rollout_torch._scheduler import Sample, Scheduler, StopCriteria
 from offbeat_rollout_torch._static_rows.decoder import StaticDecoder, StepInFlight
 
@@ -230,7 +230,8 @@ class ModelRunner:
         scheduler = self.scheduler
         samples = scheduler.decode_order()
         scheduler.cache.allocate()
-        attention = DecodeAttention(scheduler.cache.sample_bands, self.weights.architecture, self.weights.final_norm)
+        weights, bands = self.weights, scheduler.cache.sample_bands
+        attention = DecodeAttention(bands, weights.architecture, weights.final_norm, exact=weights.exact)
         ids = [sample.tokens[-1] for sample in samples]
         ranges = [TokenRange(sample.request.images, sample.num_cached, 1) for sample in samples]
         hidden = self.forward(ids, attention, ranges, samples)
@@ -247,7 +248,8 @@ class ModelRunner:
         """
         samples, chunks = zip(*chosen, strict=True)
         self.scheduler.cache.allocate()
-        attention = PrefillAttention(chunks, self.weights.architecture, self.weights.final_norm)
+        weights = self.weights
+        attention = PrefillAttention(chunks, weights.architecture, weights.final_norm, exact=weights.exact)
         ids: list[int] = []
         for sample, chunk in chosen:
             ids += sample.tokens[chunk.row.end : chunk.row.end + chunk.num_tokens]
@@ -273,7 +275,7 @@ class ModelRunner:
     def _draw(self, samples: Sequence[Sample], hidden: Tensor) -> None:
         logits = decode_logits(self.weights, hidden)
         numbers = uniforms([one.seed for one in samples], [one.num_drawn for one in samples])
-        drawn = draw(logits, [one.params for one in samples], numbers)
+        drawn = draw(logits, [one.params for one in samples], numbers, exact=self.weights.exact)
         self._push(samples, drawn.ids, drawn.logprobs)
 
     def _push(self, samples: Sequence[Sample], ids: Sequence[int], logprobs: Sequence[float]) -> None:
@@ -368,7 +370,8 @@ class _Scorer:
     def _pass(self, chosen: Sequence[tuple[_ScoredTokens, Chunk]]) -> None:
         self._cache.allocate()
         weights = self._runner.weights
-        attention = PrefillAttention([chunk for _, chunk in chosen], weights.architecture, weights.final_norm)
+        chunks = [chunk for _, chunk in chosen]
+        attention = PrefillAttention(chunks, weights.architecture, weights.final_norm, exact=weights.exact)
         ids = [token for one, chunk in chosen for token in one.ids[: chunk.num_tokens]]
         ranges = [TokenRange(self._images, chunk.row.cached, chunk.num_tokens) for _, chunk in chosen]
         hidden = self._runner.forward(ids, attention, ranges, adapter=self._adapter, notes=self._notes)
@@ -387,8 +390,11 @@ class _Scorer:
         found: list[float] = []
         for start in range(0, len(targets), HEAD_TOKENS):
             wanted = torch.tensor(targets[start : start + HEAD_TOKENS], device=hidden.device)
-            some = hidden[start : start + HEAD_TOKENS]
-            logits = decode_logits(self._runner.weights, some, self._notes).div_(self._temperature)
+            weights, some = self._runner.weights, hidden[start : start + HEAD_TOKENS]
+            logits = scaled(decode_logits(weights, some, self._notes), [self._temperature] * len(some), exact=weights.exact)
+            if weights.exact:
+                found += exact_logprobs(logits, wanted).tolist()
+                continue
             chosen = logits.gather(-1, wanted[:, None])[:, 0]
             # Rounding may lift the difference of two nearly equal numbers above 0.
             found += (chosen - logits.logsumexp(-1)).clamp_(max=0).tolist()

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from offbeat_core import SamplingParams
+from offbeat_device import exact_logsumexp
 
 CANDIDATES: Final = (64, 256, 2048)
 """So many largest are looked at before a whole vocabulary is sorted, which costs far more; each time only in the rows
@@ -78,18 +79,21 @@ class SampledTokens:
     logprobs: list[float]
 
 
-def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor) -> SampledTokens:
+def draw(
+    logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor, *, exact: bool = False
+) -> SampledTokens:
     """Choose a token for each row; see `SamplingParams` for the distribution and the log-probability.
 
     Args:
         logits_BV: [B, V] float32; overwritten.
         params: of each row.
         uniforms_B: [B] float32 in (0, 1).
+        exact: log-probabilities before a cut have the bits that `exact_logsumexp` gives them.
     """
     greedy = [p.temperature == 0 for p in params]
     temperatures = [p.temperature or 1.0 for p in params]  # 1 where the likeliest is chosen
     if any(t != 1.0 for t in temperatures):
-        logits_BV.div_(_column(temperatures, logits_BV))
+        logits_BV = scaled(logits_BV, temperatures, exact=exact)
     whole = probs = torch.softmax(logits_BV, -1)
     cut = [i for i, p in enumerate(params) if not greedy[i] and p.is_cut]
     if len(cut) == len(params):
@@ -104,7 +108,22 @@ def draw(logits_BV: Tensor, params: Sequence[SamplingParams], uniforms_B: Tensor
     assert ids is not None
     wants_whole = _column([p.whole_logprobs for p in params], probs).bool()
     logprobs = torch.where(wants_whole, whole.gather(-1, ids), probs.gather(-1, ids)).log_()[:, 0]
+    if exact:
+        is_cut = torch.tensor([p.is_cut and not p.whole_logprobs for p in params], device=probs.device)
+        logprobs = torch.where(is_cut, logprobs, exact_logprobs(logits_BV, ids[:, 0]))
     return SampledTokens(ids[:, 0].tolist(), logprobs.tolist())
+
+
+def scaled(logits_BV: Tensor, temperatures: Sequence[float], *, exact: bool) -> Tensor:
+    """Divide logits by their rows' temperatures, in place; `exact`: multiply by the reciprocal, as trainers do."""
+    if exact:
+        return logits_BV.mul_(_column([1 / t for t in temperatures], logits_BV))
+    return logits_BV.div_(_column(temperatures, logits_BV))
+
+
+def exact_logprobs(logits_BV: Tensor, ids_B: Tensor) -> Tensor:
+    """[B] log-probabilities of tokens, with the bits that a trainer finds."""
+    return logits_BV.gather(-1, ids_B[:, None])[:, 0] - exact_logsumexp(logits_BV)
 
 
 class Cutoffs(NamedTuple):

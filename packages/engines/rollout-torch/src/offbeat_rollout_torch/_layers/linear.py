@@ -5,32 +5,12 @@ than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fa
 it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
-import platform
-from typing import Any, Final
-
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
+from offbeat_device import exact_head, exact_product, is_worth_packing, pack_matrix
 from offbeat_rollout_torch._parameters import Arena
-
-PACK_FROM_ELEMENTS: Final = 1 << 15
-"""Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
-PACK_FOR_ROWS: Final = 32
-
-
-def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
-    is_available: Any = torch.backends.mkldnn.is_available
-    on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
-        return False
-    if dtype == torch.bfloat16:
-        return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    return dtype == torch.float32
-
-
-def is_worth_packing(out_size: int, in_size: int) -> bool:
-    return out_size * in_size >= PACK_FROM_ELEMENTS
 
 
 class Linear:
@@ -57,20 +37,18 @@ class Linear:
         shared: Tensor | None = None,
         packed_dtype: torch.dtype | None = None,
     ) -> None:
-        self._size, self._like, self._shared = (out_size, in_size), like, shared is not None
+        self.size, self._like, self._shared = (out_size, in_size), like, shared is not None
         self.in_size = in_size
         self._pack = pack and is_worth_packing(out_size, in_size)
         self.input_dtype = packed_dtype if self._pack and packed_dtype else like.dtype
-        self._plain: Tensor | None = like.new_empty(*self._size) if shared is None else shared
+        self._plain: Tensor | None = like.new_empty(*self.size) if shared is None else shared
         self._packed: Tensor | None = None
         self.bias: Tensor | None = like.new_empty(out_size) if bias else None
 
     def weight(self) -> Tensor:
         if self._plain is None:
             packed = self._packed
-            self._plain = (
-                self._like.new_empty(*self._size) if packed is None else packed.to_dense().to(self._like.dtype)
-            )
+            self._plain = self._like.new_empty(*self.size) if packed is None else packed.to_dense().to(self._like.dtype)
         if not self._shared:
             self._packed = None
         return self._plain
@@ -83,7 +61,7 @@ class Linear:
     def freeze(self) -> None:
         """Pack, and drop the plain weight unless it is shared. Exact: the packed format is no narrower."""
         if self._pack and self._plain is not None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self._plain.to(self.input_dtype), PACK_FOR_ROWS)
+            self._packed = pack_matrix(self._plain.to(self.input_dtype))
             self._plain = self._plain if self._shared else None
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -92,6 +70,19 @@ class Linear:
             assert self._plain is not None
             return F.linear(x, self._plain, self.bias)
         return _packed_product(x, self._packed, self.bias, "none")
+
+    def exact(self, x: Tensor) -> Tensor:
+        """[M, in] to [M, out], a row of which depends on no other; see `exact_product`."""
+        weight = self._plain if self._packed is None else self._packed
+        assert weight is not None
+        return exact_product(x, weight, self.bias)
+
+    def exact_in_float32(self, x: Tensor) -> Tensor:
+        """Return what `exact` gives, and sums of products are not rounded; see `exact_head`."""
+        if self._packed is not None:
+            return exact_product(x, self._packed)
+        assert self._plain is not None
+        return exact_product(x, exact_head(self._plain, self._plain.dtype), wide=True)
 
     def in_float32(self, x: Tensor) -> Tensor:
         """[M, in] in `input_dtype` to [M, out] in float32; on CUDA sums of products in bfloat16 are not rounded."""
