@@ -67,8 +67,10 @@ def make_exact(whole: Any, layers: Sequence[Any], norm: Any, dtype: torch.dtype)
     device = next(whole.parameters()).device
     check_exact(device, dtype, shapes, head_dim, head=(config.vocab_size, width))
     for layer in layers:
-        layer.__class__ = _exact_layer_class(layer.__class__, dtype)
-    norm.__class__ = _exact_norm_class(norm.__class__, dtype)
+        family: Any = type(layer)
+        layer.__class__ = _exact_layer_class(family, dtype)
+    family = type(norm)
+    norm.__class__ = _exact_norm_class(family, dtype)
     whole.get_input_embeddings().register_forward_hook(lambda _, __, rows: rows.to(dtype).float())
 
 
@@ -100,10 +102,9 @@ def _attend(plan: Any, num_heads: int, num_keys: int, how: dict[str, Any], qkv_T
     """Attend within the sequences of a pack, [T, H + 2 J, D] to [T, H * D]."""
     parts = torch.split(qkv_TND, [num_heads, num_keys, num_keys], 1)
 
-    def native(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        query_1HTD, key_1JTD, value_1JTD = (each.transpose(0, 1)[None] for each in (query, key, value))
-        rest = (None, plan, how["kernel"], how["keys"], how["scale"], None)
-        return attend(query_1HTD, key_1JTD, value_1JTD, *rest)[0]
+    def native(*parts_ThD: Tensor) -> Tensor:
+        query, key, value = (each.transpose(0, 1)[None] for each in parts_ThD)
+        return attend(query, key, value, None, plan, how["kernel"], how["keys"], how["scale"], None)[0]
 
     exact = partial(attend_exactly, plan=plan, scale=how["scale"])
     return exact_with_gradient_of(exact, native, *parts).flatten(1)
