@@ -420,9 +420,17 @@ class GrpoConfig:
             return self.rollout.max_model_len - self.data.max_prompt_tokens
         return environment.max_tokens if environment.name else self.rollout.max_tokens
 
+    @property
+    def is_exact(self) -> bool:
+        """Return whether trainer and engines find the same log-probabilities, to the bit, under equal weights."""
+        return self.engine.options.get("numerics") == "exact"
+
     def rollout_engine(self, model_path: str, num_threads: int) -> RolloutEngineConfig:
+        shared = _shared(self.rollout, RolloutEngineSettings)
+        if self.is_exact:
+            shared["options"] = {**self.rollout.options, "numerics": "exact"}
         return RolloutEngineConfig(
-            **_shared(self.rollout, RolloutEngineSettings),
+            **shared,
             num_threads=num_threads,
             model_path=model_path,
             trust_remote_code=self.model.trust_remote_code,
@@ -480,7 +488,7 @@ _DECIDED: Final = {
 
 
 def check_engine_options(config: GrpoConfig) -> None:
-    """Refuse options of the trainer and the critic that say again what another key decides.
+    """Refuse options of the trainer, the critic and the sampler that say again what another key decides.
 
     Raises:
         ConfigError: all of them, a line each.
@@ -491,6 +499,8 @@ def check_engine_options(config: GrpoConfig) -> None:
         for name in (*_DECIDED, "head_dtype")
     }
     given = [line for name, line in zip(_DECIDED, found, strict=True) if name in config.engine.options]
+    if "numerics" in config.rollout.options:
+        given.append("rollout.options.numerics is decided by engine.options.numerics; leave it out")
     given += [line for name, line in of_critic.items() if name in config.critic.options]
     if given:
         raise ConfigError("\n".join(given))

@@ -58,6 +58,30 @@ def check_cut(config: GrpoConfig) -> None:
         )
 
 
+def check_numerics(config: GrpoConfig) -> None:
+    """Refuse exact numerics where trainer and engines cannot compute the same bits.
+
+    Args:
+        config: with engines and formats chosen.
+    """
+    if not config.is_exact:
+        return
+    engine, rollout = config.engine, config.rollout
+    problems = {
+        f'engine.backend = "{engine.backend}": set it to torch': engine.backend != "torch",
+        f'rollout.backend = "{rollout.backend}": set it to torch': rollout.backend != "torch",
+        f"rollout.dtype = {rollout.dtype} and engine.dtype = {engine.dtype}: set both to one": (
+            rollout.dtype != engine.dtype
+        ),
+        f"rollout.weight_format = {rollout.weight_format}: set it to dtype": rollout.weight_format != "dtype",
+    }
+    if found := [problem for problem, is_there in problems.items() if is_there]:
+        raise ConfigError(
+            'engine.options.numerics = "exact" needs the torch trainer and the embedded engine, in one number format; '
+            f"got {'; '.join(found)}"
+        )
+
+
 def check_turns(config: GrpoConfig) -> None:
     """Refuse turns on the same devices where the trainer cannot give its memory back."""
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)

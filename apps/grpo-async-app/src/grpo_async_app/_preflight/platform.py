@@ -26,21 +26,22 @@ def choose_for_platform(config: GrpoConfig, sampling: str, training: str) -> tup
     Returns:
         The configuration without open choices, and each choice with its reason.
     """
-    rollout, said = config.rollout, list[str]()
+    engine, rollout, said = config.engine, config.rollout, list[str]()
+    dtype, place = ("bfloat16", f"a {training}") if training else ("float32", "CPUs")
+    of_trainer = []
+    if engine.dtype == AUTO:
+        engine, of_trainer = replace(engine, dtype=dtype), [f"engine.dtype = {dtype} (trains on {place})"]
     if rollout.dtype == AUTO:
         dtype, why = ("bfloat16", f"samples on a {sampling}") if sampling else _cpu_format()
+        if config.is_exact:
+            dtype, why = engine.dtype, 'that of the trainer, for engine.options.numerics = "exact"'
         rollout = replace(rollout, dtype=dtype)
         said.append(f"rollout.dtype = {dtype} ({why})")
     if not rollout.max_running:
         rollout = replace(rollout, max_running=RUNNING_ON_A_DEVICE if sampling else RUNNING_ON_A_CPU)
         place = f"a {sampling}" if sampling else "CPUs"
         said.append(f"rollout.max_running = {rollout.max_running} (samples on {place})")
-    engine = config.engine
-    if engine.dtype == AUTO:
-        dtype, place = ("bfloat16", f"a {training}") if training else ("float32", "CPUs")
-        engine = replace(engine, dtype=dtype)
-        said.append(f"engine.dtype = {dtype} (trains on {place})")
-    return replace(config, rollout=rollout, engine=engine), said
+    return replace(config, rollout=rollout, engine=engine), [*said, *of_trainer]
 
 
 def slow_formats(config: GrpoConfig, kind: str) -> list[str]:

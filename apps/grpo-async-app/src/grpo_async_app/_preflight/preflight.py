@@ -18,6 +18,7 @@ from grpo_async_app._preflight.engines import (
     check_backends,
     check_cut,
     check_engine_model,
+    check_numerics,
     check_positions,
     check_teacher,
     check_turns,
@@ -288,6 +289,7 @@ def _plan_engines(run: ResolvedRun, view: ClusterView, model: ExaminedModel, tok
     """Refuse what engines, devices and the teacher cannot do; return how the trainer's ranks share the model."""
     config, prompts = run.config, [prompt for source in run.sources for prompt in source.prompts]
     check_cut(config)
+    check_numerics(config)
     check_turns(config)
     check_devices(config, view)
     check_teacher(config, tokenizer)

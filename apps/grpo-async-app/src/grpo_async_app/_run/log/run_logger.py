@@ -51,9 +51,14 @@ class RunLogger:
             alarms = [alarm.text for alarm in read_alarms(self._run)]
             self._read_last_validation(iter_metrics(self._run.metrics))
             past = iter_metrics(self._run.metrics)
-            self._mismatch_alarm = MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, past, alarms)
+            self._mismatch_alarm = self._new_mismatch_alarm(past, alarms)
             self._cut_off_alarm = CutOffAlarm(self._config, alarms)
             yield
+
+    def _new_mismatch_alarm(self, past: Iterable[MetricsLine], alarms: Iterable[str]) -> MismatchAlarm:
+        if self._config.is_exact:
+            return MismatchAlarm(0.0, past, alarms, exact=True)
+        return MismatchAlarm(self._config.algorithm.mismatch_alarm_nats, past, alarms)
 
     def _read_last_validation(self, lines: Iterable[MetricsLine]) -> None:
         validated = (line for line in lines if any(name.startswith("eval/") for name in line.values))
