@@ -17,34 +17,11 @@ from typing import Any, Final
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.trainers import Trainers
 from offbeat_actors import ActorHandle, Launcher, RestartBudget, RoleSpec, gather_or_cancel
-from offbeat_core import ConfigError, OffbeatError, RoleName
+from offbeat_core import OffbeatError, RoleName
 from offbeat_weightsync import new_socket_path
 
 _INTERRUPT_S: Final = 10.0
 """Time in which the ranks that are left answer that they have broken off what they were waiting for."""
-
-
-def keeps_copies(config: GrpoConfig) -> bool:
-    """Return whether the trainer's ranks hold copies of each other's state."""
-    return bool(config.engine.options.get("peer_copies"))
-
-
-def check_healing(config: GrpoConfig) -> None:
-    """Refuse copies from which no rank could be replaced.
-
-    Raises:
-        ConfigError: with what to change.
-    """
-    hindrance = ""
-    if config.algorithm.needs_critic:
-        hindrance = "a critic (algorithm.advantage = gae), of whose state no copies are kept"
-    elif config.cluster.colocate:
-        hindrance = "engines that share their devices with the trainer (cluster.colocate)"
-    if keeps_copies(config) and hindrance:
-        raise ConfigError(
-            "engine.options.peer_copies replaces a rank of the trainer that dies, but not beside "
-            f"{hindrance}: set it to false"
-        )
 
 
 class TrainerHealer:

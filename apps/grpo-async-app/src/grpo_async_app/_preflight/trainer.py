@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from grpo_async_app._config.copies import check_healing
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.healing import check_healing
 from grpo_async_app._preflight.budget import assume_budget
 from offbeat_actors import check_kinds
 from offbeat_core import ConfigError, TrainBackend, TrainLayout, check_schedule, load_backend

@@ -29,7 +29,7 @@ class Copies:
 
     @property
     def held(self) -> Any:
-        """What outlives the engine."""
+        """Return what outlives the engine."""
         return self._engine.copies
 
     def keep(self, version: int, metrics: Metrics) -> None:

@@ -328,14 +328,16 @@ def decode_hidden(
     """
     a = weights.architecture
     x = F.embedding(ids_N, weights.embedding)
-    if weights.exact:
-        turns = rotations_PC2.index_select(0, attention.positions_N)
-        for index, layer in enumerate(weights.layers):
-            x = exact_layer(x.float(), layer.exact(a, weights.dtype), turns, partial(attention, index))
-        return x
     if image_inputs is not None:
         x.index_copy_(0, image_inputs.placeholders_M, image_inputs.embeds_MH.to(x.dtype))
     notes.take_inputs(ids_N, attention.positions_N, x)
+    if weights.exact:  # a layer is one function there, and has no points of its own
+        turns = rotations_PC2.index_select(0, attention.positions_N)
+        for index, layer in enumerate(weights.layers):
+            notes.enter(index)
+            x = exact_layer(x.float(), layer.exact(a, weights.dtype), turns, partial(attention, index))
+            notes.leave(x)
+        return x
     if rotations_NC2 is None:
         rotations_NC2 = rotations_PC2.index_select(0, attention.positions_N)
     num_before = {True: 0, False: 0}  # layers with the rule, and with attention: each kind has places of its own
@@ -421,7 +423,9 @@ def decode_logits(weights: DecoderWeights, hidden_BH: Tensor, notes: PointNotes 
     """[B, hidden] of the tokens to continue from, to [B, vocabulary] float32."""
     assert weights.head is not None
     if weights.exact:
-        return weights.head.exact_in_float32(exact_norm(hidden_BH, weights.final_norm, a.norm_eps))
+        exactly = exact_norm(hidden_BH, weights.final_norm, weights.architecture.norm_eps)
+        notes.end(exactly)
+        return weights.head.exact_in_float32(exactly)
     dtype = weights.head.input_dtype
     normed = _normed(hidden_BH.to(dtype), weights.final_norm.to(dtype), weights.architecture)
     notes.end(normed)

@@ -391,7 +391,9 @@ class _Scorer:
         for start in range(0, len(targets), HEAD_TOKENS):
             wanted = torch.tensor(targets[start : start + HEAD_TOKENS], device=hidden.device)
             weights, some = self._runner.weights, hidden[start : start + HEAD_TOKENS]
-            logits = scaled(decode_logits(weights, some, self._notes), [self._temperature] * len(some), exact=weights.exact)
+            logits = scaled(
+                decode_logits(weights, some, self._notes), [self._temperature] * len(some), exact=weights.exact
+            )
             if weights.exact:
                 found += exact_logprobs(logits, wanted).tolist()
                 continue
