@@ -67,9 +67,13 @@ def check_numerics(config: GrpoConfig) -> None:
     if not config.is_exact:
         return
     engine, rollout = config.engine, config.rollout
+    trainer, sampler = (
+        load_backend(group, backend)
+        for group, backend in (("offbeat.engine", engine.backend), ("offbeat.rollout", rollout.backend))
+    )
     problems = {
-        f'engine.backend = "{engine.backend}": set it to torch': engine.backend != "torch",
-        f'rollout.backend = "{rollout.backend}": set it to torch': rollout.backend != "torch",
+        f'engine.backend = "{engine.backend}": set it to torch': not getattr(trainer, "computes_exactly", False),
+        f'rollout.backend = "{rollout.backend}": set it to torch': not getattr(sampler, "computes_exactly", False),
         f"rollout.dtype = {rollout.dtype} and engine.dtype = {engine.dtype}: set both to one": (
             rollout.dtype != engine.dtype
         ),

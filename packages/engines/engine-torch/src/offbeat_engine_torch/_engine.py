@@ -89,11 +89,13 @@ class TorchTrainEngine(StepCounts):
         temperature: the sampler's; log-probabilities and entropies are those of softmax(logits / temperature).
         heads: values of `config.head` that it knows.
         replays_routes: it replays the routes of sequences, of models whose routers it understands.
+        computes_exactly: it knows option numerics.
         copies: with option peer_copies, what `keep_copies` has left on this rank; else None.
     """
 
     heads: ClassVar[tuple[str, ...]] = ("tokens", "score")
     replays_routes: ClassVar[bool] = True
+    computes_exactly: ClassVar[bool] = True
     _ranks: Ranks
     _optimizer: ClippedAdamW
 

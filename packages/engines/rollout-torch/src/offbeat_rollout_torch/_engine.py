@@ -169,12 +169,14 @@ class TorchRolloutEngine:
         loads_on_device: it takes weights that are on its device, without a copy through the host; known before, too.
         parks_cache_alone: its sleep of level 1 leaves the weights where they are; known before, too.
         returns_routes: it says which experts of a mixture each token took; known before, too.
+        computes_exactly: it knows option numerics; known before, too.
     """
 
     whole_logprobs: ClassVar[bool] = True
     loads_on_device: ClassVar[bool] = True
     parks_cache_alone: ClassVar[bool] = True
     returns_routes: ClassVar[bool] = True
+    computes_exactly: ClassVar[bool] = True
     cache_budget = staticmethod(cache_budget)
     held_bytes = staticmethod(held_bytes)
     refuses_adapters = staticmethod(refuses_adapters)

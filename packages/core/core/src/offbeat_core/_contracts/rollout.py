@@ -89,7 +89,8 @@ class RolloutEngine(Protocol):
 
     A class that is registered under `offbeat.rollout` also has `async create(config: RolloutEngineConfig)`, which loads
     the model. It may have class attributes that are asked before there is an engine: `whole_logprobs`,
-    `loads_on_device`, `parks_cache_alone`, `returns_routes`, `workers_receive`, `dropped_settings`, and functions
+    `loads_on_device`, `parks_cache_alone`, `returns_routes`, `workers_receive`, `computes_exactly`,
+    `dropped_settings`, and functions
     `check_installed`, `check_model`, `refuses_adapters`, `held_bytes`, `cache_budget`, `notices_of`,
     `capabilities_on`; rollout-torch and rollout-vllm have examples of all.
     """

@@ -259,7 +259,8 @@ class TrainBackend(Protocol):
     """Class that a package registers under the entry point `offbeat.engine`.
 
     A class attribute `heads` names the values of `TrainEngineConfig.head` that it knows; without one it is "tokens".
-    Another, `replays_routes`, says that its engines may have no `replay_problem`, see `TrainEngine`.
+    Another, `replays_routes`, says that its engines may have no `replay_problem`, see `TrainEngine`; `computes_exactly`
+    that they and sampling engines that say so too find the same bits with their option numerics = "exact".
     """
 
     def plan(self, config: "TrainEngineConfig", num_ranks: int = 1) -> TrainLayout:
