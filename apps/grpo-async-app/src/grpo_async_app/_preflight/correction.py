@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from grpo_async_app._config.sections import AUTO, GrpoConfig
-from grpo_async_app._preflight.engines import rounding_reason
-from offbeat_core import BackendError, ConfigError, ModelError, load_backend, read_model_json
+from grpo_async_app._preflight.engines import backend_can, rounding_reason
+from offbeat_core import ConfigError, ModelError, read_model_json
 from offbeat_objectives import resolve_correction
 
 _ALARMS_NATS: Final = {"float32": 0.05, "half": 0.5, "half with experts": 2.0, "fp8": 2.0}
@@ -44,10 +44,10 @@ def _choose_replay(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
         return replace(config, rollout=replace(config.rollout, replay_routes="off")), []
     obstacles = {
         "the model has no experts": not _has_experts(config.model.path),
-        f"rollout.backend = {rollout} does not say which experts tokens took": not _can(
+        f"rollout.backend = {rollout} does not say which experts tokens took": not backend_can(
             "offbeat.rollout", rollout, "returns_routes"
         ),
-        f"engine.backend = {engine} does not replay them": not _can("offbeat.engine", engine, "replays_routes"),
+        f"engine.backend = {engine} does not replay them": not backend_can("offbeat.engine", engine, "replays_routes"),
     }
     problem = next((what for what, is_there in obstacles.items() if is_there), "")
     if problem and wanted != AUTO:
@@ -58,14 +58,6 @@ def _choose_replay(config: GrpoConfig) -> tuple[GrpoConfig, list[str]]:
     # Neither a build of an engine nor a model's routers are known before the start.
     why = problem or "the trainer takes the experts that engines say tokens took, where both can"
     return config, [f"rollout.replay_routes = {does} ({why})"]
-
-
-def _can(group: str, backend: str, what: str) -> bool:
-    """Return whether the class of a backend says that it can; not where it is not installed."""
-    try:
-        return bool(getattr(load_backend(group, backend), what, False))
-    except BackendError:
-        return False
 
 
 def _alarm_bound(config: GrpoConfig) -> tuple[float, str]:

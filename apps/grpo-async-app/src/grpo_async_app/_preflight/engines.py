@@ -6,6 +6,7 @@ from typing import Any
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import AUTO, GrpoConfig, RolloutConfig
 from offbeat_core import (
+    BackendError,
     ConfigError,
     HeldBytes,
     RolloutEngineSettings,
@@ -58,6 +59,14 @@ def check_cut(config: GrpoConfig) -> None:
         )
 
 
+def backend_can(group: str, backend: str, what: str) -> bool:
+    """Return whether the class of a backend says that it can; not where it is not installed."""
+    try:
+        return bool(getattr(load_backend(group, backend), what, False))
+    except BackendError:
+        return False
+
+
 def check_numerics(config: GrpoConfig) -> None:
     """Refuse exact numerics where trainer and engines cannot compute the same bits.
 
@@ -67,13 +76,14 @@ def check_numerics(config: GrpoConfig) -> None:
     if not config.is_exact:
         return
     engine, rollout = config.engine, config.rollout
-    trainer, sampler = (
-        load_backend(group, backend)
-        for group, backend in (("offbeat.engine", engine.backend), ("offbeat.rollout", rollout.backend))
-    )
+    is_exact = "computes_exactly"
     problems = {
-        f'engine.backend = "{engine.backend}": set it to torch': not getattr(trainer, "computes_exactly", False),
-        f'rollout.backend = "{rollout.backend}": set it to torch': not getattr(sampler, "computes_exactly", False),
+        f'engine.backend = "{engine.backend}": set it to torch': not backend_can(
+            "offbeat.engine", engine.backend, is_exact
+        ),
+        f'rollout.backend = "{rollout.backend}": set it to torch': not backend_can(
+            "offbeat.rollout", rollout.backend, is_exact
+        ),
         f"rollout.dtype = {rollout.dtype} and engine.dtype = {engine.dtype}: set both to one": (
             rollout.dtype != engine.dtype
         ),
