@@ -76,14 +76,11 @@ def check_numerics(config: GrpoConfig) -> None:
     if not config.is_exact:
         return
     engine, rollout = config.engine, config.rollout
-    is_exact = "computes_exactly"
+    trains = backend_can("offbeat.engine", engine.backend, "computes_exactly")
+    samples = backend_can("offbeat.rollout", rollout.backend, "computes_exactly")
     problems = {
-        f'engine.backend = "{engine.backend}": set it to torch': not backend_can(
-            "offbeat.engine", engine.backend, is_exact
-        ),
-        f'rollout.backend = "{rollout.backend}": set it to torch': not backend_can(
-            "offbeat.rollout", rollout.backend, is_exact
-        ),
+        f'engine.backend = "{engine.backend}": set it to torch': not trains,
+        f'rollout.backend = "{rollout.backend}": set it to torch': not samples,
         f"rollout.dtype = {rollout.dtype} and engine.dtype = {engine.dtype}: set both to one": (
             rollout.dtype != engine.dtype
         ),
