@@ -14,14 +14,14 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from offbeat_device import ExactLayer, StableMemory, can_pack, exact_layer, exact_norm, is_worth_packing
+from offbeat_device import ExactLayer, StableMemory, can_pack, exact_layer, exact_norm
 from offbeat_rollout_torch._attention import Attention
 from offbeat_rollout_torch._families import Architecture
 from offbeat_rollout_torch._images import ImageInputs, build_tower
 from offbeat_rollout_torch._inspection import NO_NOTES, PointNotes
 from offbeat_rollout_torch._layers.delta_rule import DeltaRule
 from offbeat_rollout_torch._layers.experts import Experts
-from offbeat_rollout_torch._layers.linear import Linear
+from offbeat_rollout_torch._layers.linear import Linear, is_worth_packing
 from offbeat_rollout_torch._parameters import Arena, Parameter
 
 
@@ -40,7 +40,7 @@ class LayerWeights:
         a, self._exact = architecture, exact
 
         def linear(out_size: int, in_size: int, bias: bool) -> Linear:
-            return Linear(out_size, in_size, bias=bias, like=like, pack=pack)
+            return Linear(out_size, in_size, bias=bias, like=like, pack=pack, exact=exact)
 
         self.rule = DeltaRule(a, like) if has_rule else None
         self._in_parts = _rule_inputs(a) if has_rule else _attention_inputs(a)
@@ -201,7 +201,14 @@ class DecoderWeights:
         # Logits rounded to bfloat16 are off by up to 0.06 at 16: a third of what the format costs log-probabilities.
         # Packed the head is in float32; plain it has a product that does not round, see `Linear.in_float32`.
         self.head: Linear | None = Linear(
-            a.vocab_size, a.hidden_size, bias=False, like=like, pack=pack, shared=shared, packed_dtype=torch.float32
+            a.vocab_size,
+            a.hidden_size,
+            bias=False,
+            like=like,
+            pack=pack,
+            shared=shared,
+            packed_dtype=torch.float32,
+            exact=self.exact,
         )
         self.final_norm = like.new_empty(a.hidden_size)
         has_rule = a.rule.is_in_layer if a.rule else (False,) * a.num_layers

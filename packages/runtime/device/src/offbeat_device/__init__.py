@@ -34,7 +34,6 @@ if TYPE_CHECKING:
         exact_norm,
         exact_product,
         exact_with_gradient_of,
-        is_worth_packing,
         pack_matrix,
         row_sum,
         trained_product,
@@ -70,7 +69,6 @@ __all__ = [
     "exact_norm",
     "exact_product",
     "exact_with_gradient_of",
-    "is_worth_packing",
     "open_device",
     "pack_matrix",
     "prepare_compiler",
@@ -90,7 +88,7 @@ __getattr__, __dir__ = load_lazily(
         ),
         "_exact": (
             "can_pack check_exact check_exact_family exact_attention exact_head exact_layer exact_logsumexp exact_norm "
-            "exact_product exact_with_gradient_of ExactLayer is_worth_packing pack_matrix row_sum trained_product"
+            "exact_product exact_with_gradient_of ExactLayer pack_matrix row_sum trained_product"
         ),
         "_offload": "MemoryOffloader",
         "_streaming": "StreamedMemory",

@@ -25,7 +25,7 @@ from torch import Tensor
 from offbeat_core import ConfigError
 
 EXACT_FAMILIES: Final = ("qwen3", "qwen2", "llama")
-ROW_TILE: Final = 16
+ROW_TILE: Final = 8
 """Rows of a product are filled up to a multiple of it: kernels for single rows add up in another order."""
 DEVICE_ROWS: Final = 64
 """Rows of one product on a device with libraries that choose a kernel by the number of rows: always these."""
@@ -35,8 +35,6 @@ MOST_ROWS_ASKED: Final = 8192
 """Rows of a matrix with which `check_exact` asks at most: a vocabulary would take seconds."""
 SCORES_AT_A_TIME: Final = 1 << 22
 """Scores of attention in memory at a time: 16 MiB, which processors' caches hold in part."""
-PACK_FROM_ELEMENTS: Final = 1 << 15
-"""Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
 PACK_FOR_ROWS: Final = 32
 
 
@@ -51,16 +49,13 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     return dtype == torch.float32
 
 
-def is_worth_packing(out_size: int, in_size: int) -> bool:
-    return out_size * in_size >= PACK_FROM_ELEMENTS
-
-
 def pack_matrix(weight_OI: Tensor) -> Tensor:
     """Return a weight in oneDNN's layout, in which a product of few rows takes a half to a third of the time.
 
-    As it is where that cannot be, or is not worth it.
+    As it is where that cannot be. Exact products of small weights take it too: MKL shares them out over many threads in
+    other ways than over few.
     """
-    if weight_OI.is_mkldnn or not can_pack(weight_OI.device, weight_OI.dtype) or not is_worth_packing(*weight_OI.shape):
+    if weight_OI.is_mkldnn or not can_pack(weight_OI.device, weight_OI.dtype):
         return weight_OI
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight_OI, PACK_FOR_ROWS)
     return packed

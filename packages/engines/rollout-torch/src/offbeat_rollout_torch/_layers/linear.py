@@ -5,12 +5,21 @@ than the product. oneDNN takes a weight packed once: measured 2 to 3 times as fa
 it fuses SwiGLU and the residual addition into the products. These are the operators torch.compile emits for the CPU.
 """
 
+from typing import Final
+
 import torch
 import torch.nn.functional as F  # noqa: N812 - the usual name
 from torch import Tensor
 
-from offbeat_device import exact_head, exact_product, is_worth_packing, pack_matrix
+from offbeat_device import exact_head, exact_product, pack_matrix
 from offbeat_rollout_torch._parameters import Arena
+
+PACK_FROM_ELEMENTS: Final = 1 << 15
+"""Below this a plain product is as fast: the fixed cost of the packed operator is about 15 µs."""
+
+
+def is_worth_packing(out_size: int, in_size: int) -> bool:
+    return out_size * in_size >= PACK_FROM_ELEMENTS
 
 
 class Linear:
@@ -24,6 +33,7 @@ class Linear:
         pack: whether it may be packed.
         shared: the plain weight, where something else reads it, too.
         packed_dtype: format in which it is packed; None for its own.
+        exact: it serves exact numerics, whose products are packed whatever their size.
     """
 
     def __init__(
@@ -36,10 +46,11 @@ class Linear:
         pack: bool,
         shared: Tensor | None = None,
         packed_dtype: torch.dtype | None = None,
+        exact: bool = False,
     ) -> None:
         self.size, self._like, self._shared = (out_size, in_size), like, shared is not None
         self.in_size = in_size
-        self._pack = pack and is_worth_packing(out_size, in_size)
+        self._pack = pack and (exact or is_worth_packing(out_size, in_size))
         self.input_dtype = packed_dtype if self._pack and packed_dtype else like.dtype
         self._plain: Tensor | None = like.new_empty(*self.size) if shared is None else shared
         self._packed: Tensor | None = None
