@@ -16,6 +16,7 @@ of like sequences, L queries and K keys of a row.
 
 import platform
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -236,11 +237,8 @@ def _attend(query_RHLD: Tensor, key_RJKD: Tensor, value_RJKD: Tensor, places: Se
     scores = queries.new_empty(num_tiles, *queries.shape[:2], KEY_TILE)  # a tile lies together, whatever their number
     for at, tile in enumerate(keys):
         torch.bmm(queries, tile.float().transpose(1, 2), out=scores[at])
-    last_RL = torch.tensor(places, device=device)[:, None] + torch.arange(length, device=device)
-    last = last_RL[:, None, None].expand(num_rows, num_keys, heads, length).reshape(batch, heads * length)
-    last = F.pad(last, (0, queries.shape[1] - heads * length))
-    place = torch.arange(num_tiles * KEY_TILE, device=device).view(num_tiles, 1, 1, KEY_TILE)
-    scores.masked_fill_(place > last[..., None], -torch.inf)
+    hidden = _hidden(tuple(places), heads, length, queries.shape[1], num_tiles, device)
+    scores.view(num_tiles, num_rows, num_keys, -1, KEY_TILE).masked_fill_(hidden, -torch.inf)
     weights = scores.sub_(scores.amax(-1).amax(0)[..., None]).exp_()
     sums = row_sum(weights)
     total, out = sums[0], torch.bmm(weights[0], values[0].float())
@@ -248,6 +246,17 @@ def _attend(query_RHLD: Tensor, key_RJKD: Tensor, value_RJKD: Tensor, places: Se
         total = total + sums[at]
         out = torch.baddbmm(out, weights[at], values[at].float())
     return (out / total[..., None])[:, : heads * length].reshape(query_RHLD.shape)
+
+
+@lru_cache(maxsize=8)
+def _hidden(
+    places: tuple[int, ...], heads: int, length: int, num_queries: int, num_tiles: int, device: torch.device
+) -> Tensor:
+    """[tiles, R, 1, queries, keys] bool, which keys a query does not see; all layers of a pass ask for the same."""
+    last_RL = torch.tensor(places, device=device)[:, None] + torch.arange(length, device=device)
+    last = F.pad(last_RL.repeat(1, heads), (0, num_queries - heads * length))
+    place = torch.arange(num_tiles * KEY_TILE, device=device).view(num_tiles, 1, 1, 1, KEY_TILE)
+    return place > last[:, None, :, None]
 
 
 def exact_with_gradient_of(exact: Callable[..., Tensor], native: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
