@@ -43,7 +43,9 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     """Return whether weights of this format can be held in oneDNN's layout."""
     is_available: Any = torch.backends.mkldnn.is_available
     on_x86 = platform.machine().lower() in ("x86_64", "amd64")
-    if device.type != "cpu" or not on_x86 or not is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
+    if not torch.empty(0, device=device).is_cpu or not on_x86 or not is_available():
+        return False
+    if not hasattr(torch.ops.mkldnn, "_linear_pointwise"):
         return False
     if dtype == torch.bfloat16:
         return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
