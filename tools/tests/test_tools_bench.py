@@ -92,6 +92,14 @@ def test_a_training_step_is_timed_by_type_and_by_sharing_of_prompts(tmp_path):
 
 
 @pytest.mark.nightly
+def test_exact_numerics_are_timed_against_native_ones(tmp_path):
+    words = ("--samples", "2", "--repeats", "1", "--completion-tokens", "6", "--dtypes", "float32")
+    rows = run("exact.py", tiny_model(tmp_path / "model"), *words, cwd=tmp_path)
+    assert [row["work"] for row in rows] == ["sampling", "prompts", "training"]
+    assert all(row["price"] > 0 and row["differ"] == 0 for row in rows)
+
+
+@pytest.mark.nightly
 def test_a_step_is_timed_by_layout_of_ranks(tmp_path):
     words = ("--size", "tiny", "--steps", "1", "--sequences", "4", "--tokens", "32", "--only", "engine-torch")
     rows = run("megatron_step.py", *words, cwd=tmp_path)
