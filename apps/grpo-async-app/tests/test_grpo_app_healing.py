@@ -18,9 +18,9 @@ from offbeat_testing import CommandLine, RunningCommand
 from offbeat_training import ClippedAdamW
 
 NUM_TRAIN, NUM_EPOCHS, NUM_UPDATES = 20, 2, 10
-ON_POLICY = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
-HEALS = ("--engine.num_ranks=2", "--engine.options.peer_copies=true", *ON_POLICY)
-WORDS = (*HEALS, f"--data.epochs={NUM_EPOCHS}", "--eval.every_updates=0")
+HEALS = ("--engine.num_ranks=2", "--engine.options.peer_copies=true", "--eval.every_updates=0")
+SYNCHRONOUS = ("--async.staleness_threshold=0", "--async.partial_rollout=false")
+WORDS = (*HEALS, *SYNCHRONOUS, f"--data.epochs={NUM_EPOCHS}")
 
 PLACES: dict[str, tuple[Any, str, bool]] = {
     "backward": (TorchTrainEngine, "_backward", False),

@@ -29,7 +29,7 @@ class Copies:
 
     @property
     def held(self) -> Any:
-        """Return what outlives the engine."""
+        """Return the copies, which outlive the engine."""
         return self._engine.copies
 
     def keep(self, version: int, metrics: Metrics) -> None:
