@@ -7,7 +7,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
-from grpo_async_app._config.copies import keeps_copies
 from grpo_async_app._config.parking import Parking
 from grpo_async_app._config.resolved import Judge, ResolvedRun
 from grpo_async_app._config.reward_model import reward_model_of
@@ -17,7 +16,7 @@ from grpo_async_app._fleet.colocation import ColocationSchedule
 from grpo_async_app._fleet.engines import Engines
 from grpo_async_app._fleet.environments import EnvironmentProcess
 from grpo_async_app._fleet.events import LoggedEvents, RunEvents
-from grpo_async_app._fleet.healing import TrainerHealer
+from grpo_async_app._fleet.healing import TrainerHealer, keeps_copies
 from grpo_async_app._fleet.replicas import Replicas
 from grpo_async_app._fleet.role_specs import RoleSpecs
 from grpo_async_app._fleet.teachers import RewardModels, Teachers

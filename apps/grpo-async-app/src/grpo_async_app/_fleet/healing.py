@@ -24,6 +24,11 @@ _INTERRUPT_S: Final = 10.0
 """Time in which the ranks that are left answer that they have broken off what they were waiting for."""
 
 
+def keeps_copies(config: GrpoConfig) -> bool:
+    """Return whether the trainer's ranks hold copies of each other's state."""
+    return bool(config.engine.options.get("peer_copies"))
+
+
 class TrainerHealer:
     """Replaces ranks of a trainer.
 

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-from grpo_async_app._config.copies import check_healing
 from grpo_async_app._config.critic import load_critic_backend
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.budget import assume_budget
@@ -21,7 +20,6 @@ def plan_trainer(config: GrpoConfig, num_updates: int, view: ClusterView) -> Tra
             f"critic.warmup_updates = {config.critic.warmup_updates} leaves nothing for the policy: the run makes "
             f"{num_updates} updates (engine.max_updates, data.epochs); lower it or make the run longer"
         )
-    check_healing(config)
     wanted = config.train_engine(config.model.path, num_updates)
     check_schedule(wanted, length_keys=LENGTH_KEYS)
     if view.reserves:
@@ -33,6 +31,7 @@ def plan_trainer(config: GrpoConfig, num_updates: int, view: ClusterView) -> Tra
     backend: TrainBackend = load_backend("offbeat.engine", config.engine.backend)
     layout = backend.plan(wanted, config.engine.num_ranks)
     _check_context(config, layout)
+    _check_healing(config, layout)
     return layout
 
 
@@ -46,6 +45,24 @@ def _check_context(config: GrpoConfig, layout: TrainLayout) -> None:
     if limit and longest >= limit:
         raise ConfigError(
             f"rollout.max_model_len = {longest} must be below {limit}: {layout.max_sequence_reason}; lower it"
+        )
+
+
+def _check_healing(config: GrpoConfig, layout: TrainLayout) -> None:
+    """Refuse copies from which no rank could be replaced.
+
+    Raises:
+        ConfigError: with what to change.
+    """
+    hindrance = ""
+    if config.algorithm.needs_critic:
+        hindrance = "a critic (algorithm.advantage = gae), of whose state no copies are kept"
+    elif config.cluster.colocate:
+        hindrance = "engines that share their devices with the trainer (cluster.colocate)"
+    if layout.copied_bytes and hindrance:
+        raise ConfigError(
+            "engine.options.peer_copies replaces a rank of the trainer that dies, but not beside "
+            f"{hindrance}: set it to false"
         )
 
 
