@@ -206,7 +206,7 @@ async def test_an_update_whose_caller_gives_up_and_that_fails_leaves_an_engine_t
 async def test_an_update_that_vllm_does_not_answer_leaves_an_engine_that_says_it_is_lost(
     engine, form, weights, monkeypatch
 ):
-    monkeypatch.setattr("offbeat_rollout_vllm._engine.GRACE_S", 0.0)
+    monkeypatch.setattr("offbeat_rollout_vllm._control.GRACE_S", 0.0)
     engine._workers.deadline_s = 0.05
     form.set_version = lambda label: Future()
     stream = SlowStream(weights, 4)

@@ -14,7 +14,7 @@ from offbeat_core import ModelFolder, WeightSyncError  # noqa: E402
 from offbeat_rollout_vllm._in_workers.extension import WorkerSide  # noqa: E402 - needs torch
 from offbeat_rollout_vllm._in_workers.receiver import held_parts  # noqa: E402
 from offbeat_rollout_vllm._in_workers.weights import HeldWeights, refresh_gates  # noqa: E402 - needs torch
-from offbeat_rollout_vllm._updates import FolderStream, Part, Readback, UnstackedStream  # noqa: E402
+from offbeat_rollout_vllm._updates import FolderStream, Part, Readback, UnstackedStream, matrices_of  # noqa: E402
 from offbeat_rollout_vllm._workers import Arena  # noqa: E402
 from offbeat_testing import FakeWeightStream  # noqa: E402
 from offbeat_weightsync import BucketPlan, InProcessStream, describe_tensors  # noqa: E402
@@ -423,3 +423,15 @@ def test_tensors_that_come_in_another_format_are_restored_where_a_packed_product
         model.norm.weight.data[0, 2] = 1.5
         with pytest.raises(WeightSyncError, match="other numbers than the folder's"):
             FolderStream(lambda: [("norm.weight", sent)], 0).prove(readback)
+
+
+def test_a_stack_is_made_of_the_matrices_of_the_folder_in_order():
+    """As `torch.stack` and `chunk` lay it out; what the folder holds under the same name is itself."""
+    both = [f"mlp.experts.{number}.{part}_proj.weight" for number in range(3) for part in ("gate", "up")]
+    down = [f"mlp.experts.{number}.down_proj.weight" for number in range(3)]
+    own = {"norm.weight": (3,), "other.experts.down_proj": (3, 2, 2)}
+    folder = folder_of({**dict.fromkeys([*both, *down], (2, 3)), **own})
+    assert matrices_of("mlp.experts.gate_up_proj", folder) == both
+    assert matrices_of("mlp.experts.down_proj", folder) == down
+    assert [matrices_of(name, folder) for name in own] == [[name] for name in own]
+    assert matrices_of("other.experts.gate_up_proj", folder) == matrices_of("none.weight", folder) == []

@@ -79,6 +79,16 @@ def _names(name: str, expert: int) -> list[str]:
     return [f"{name.rpartition('.')[0]}.{expert}.{part}.weight" for part in _parts(name)]
 
 
+def matrices_of(name: str, folder: ModelFolder) -> list[str]:
+    """Return the folder's tensors that a tensor of transformers is made of, in order; none where it has none of it."""
+    if folder.shape_of(name) is not None:
+        return [name]
+    found = list[str]()
+    while (parts := _names(name, len(found) // max(1, len(_parts(name))))) and folder.shape_of(parts[0]) is not None:
+        found += parts
+    return found
+
+
 @dataclass(frozen=True)
 class Part:
     """Place of a rank's part within the whole tensor, (start, size) of each run along `dim`, and its dtype."""

@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from offbeat_rollout_vllm._in_workers.adapters import HeldAdapter
+from offbeat_rollout_vllm._in_workers.inspection import WorkerNotes
 from offbeat_rollout_vllm._in_workers.weights import (
     HeldWeights,
     check_exact,
@@ -75,6 +76,7 @@ class WorkerSide:
             spare_generators(worker.model_runner)
         self._arena: Arena | None = None
         self._receiver: WorkerReceiver | None = None
+        self._notes: WorkerNotes | None = None
 
     def describe(self) -> dict[str, Any]:
         lora = self._worker.model_runner.lora_config
@@ -183,6 +185,30 @@ class WorkerSide:
 
     def drop_adapter(self, number: int) -> None:
         self._worker.model_runner.remove_lora(number)
+
+    def begin_inspection(self, layer: int | None, num_tokens: int) -> int:
+        """Note what the model computes from now on, of one sequence; the number of its layers."""
+        self.end_inspection()
+        self._notes = WorkerNotes(self._worker.model_runner, layer, num_tokens)
+        return self._notes.num_layers
+
+    def end_inspection(self) -> None:
+        if self._notes is not None:
+            self._notes.close()
+
+    def measure_inspection(self, ids: list[int], temperature: float) -> list[tuple[str, int, int]]:
+        """See `WorkerNotes.measure`."""
+        assert self._notes is not None
+        return self._notes.measure(ids, temperature)
+
+    def read_inspection(self) -> None:
+        """Write the first rank's values to the arena, and forget all."""
+        assert self._notes is not None
+        assert self._arena is not None
+        if not self._worker.rank:
+            values = self._notes.read()
+            self._arena.tensor(0, "float32", tuple(values.shape)).copy_(values)
+        self._notes = None
 
     def begin_trace(self) -> None:
         self._worker.profile(True, "trace")
