@@ -16,8 +16,10 @@ from torch import Tensor
 
 from offbeat_core import (
     Floats,
+    Inspection,
     LossFunction,
     Metrics,
+    ModelError,
     OffbeatError,
     TrainEngineConfig,
     TrainLayout,
@@ -235,6 +237,25 @@ class MegatronTrainEngine(StepCounts):
             sequences = [replace(sequence, routes=()) for sequence in sequences]  # it did not sample: it chooses
             with self._first_policy() as passes:
                 return self._updates.logprobs("logprobs of the first policy", sequences, passes)
+
+    def inspect(self, sequence: TrainSequence, layer: int | None = None) -> Inspection:
+        """Return what the model computes on the way to a sequence's log-probabilities; see `InspectedTrainEngine`.
+
+        The last token, which predicts nothing, is left out, and so are positions, which megatron-core counts itself.
+        Under context parallel, and with several parts of the model on a rank (`virtual_pipeline`), all values are.
+
+        Raises:
+            ModelError: the model has no such layer; on all ranks.
+        """
+        from offbeat_engine_megatron._inspection import record_points, whole_sequence
+
+        num_layers = self._plan.shape.num_layers
+        if layer is not None and not 0 <= layer < num_layers:
+            raise ModelError(f"layer {layer} was asked for, and the model has layers 0 to {num_layers - 1}")
+        parts = self._policy.parts if self.parallel.cp == self.parallel.vpp == 1 else ()
+        with record_points(parts, layer, self.mesh, cuts_tokens=self.parallel.sp) as found:
+            self.logprobs([sequence])
+        return whole_sequence(found, len(sequence.ids) - 1, num_layers, self.mesh)
 
     def weights(self, dtype: str | None = None, *, part: WeightPart = "merged") -> Iterator[tuple[str, Tensor]]:
         """Iterate (Hugging Face name, tensor) in one order, a tied head once.
