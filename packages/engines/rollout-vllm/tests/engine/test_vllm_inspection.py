@@ -144,3 +144,10 @@ async def check_shared(engine, model):
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_two_ranks_have_what_is_whole(family, tmp_path):
     check_engine(tiny_model(tmp_path / "model", family, spread=0.2), check_shared, tensor_parallel=2)
+
+
+@pytest.mark.nightly
+def test_an_engine_in_its_own_processes_has_them_too(tmp_path):
+    folder = tiny_model(tmp_path / "model", spread=0.2)
+    checks = check_points, check_fingerprints, check_chunks
+    check_engine(folder, *checks, options={"form": "async", "max_num_batched_tokens": 128})
