@@ -51,7 +51,6 @@ COPIES = (
 )
 DEVICES_ALLOWED: dict[str, str] = {
     "packages/runtime/device/src/offbeat_device/_cuda.py": "this is the seam",
-    "packages/runtime/device/src/offbeat_device/_exact.py": "packed products are a CPU's",
     "packages/engines/engine-megatron/src/offbeat_engine_megatron/_layers/attention.py": MEGATRON_SAYS_SO,
     "packages/engines/engine-megatron/src/offbeat_engine_megatron/_layers/experts.py": MEGATRON_SAYS_SO,
     "packages/engines/engine-megatron/src/offbeat_engine_megatron/_megatron.py": MEGATRON_SAYS_SO,

@@ -37,7 +37,7 @@ def sample(engine: Any, requests: list[GenerateRequest], loop: asyncio.AbstractE
     """Generate all requests together."""
 
     async def together() -> list[list[Completion]]:
-        return await asyncio.gather(*(engine.generate(each) for each in requests))
+        return list(await asyncio.gather(*(engine.generate(each) for each in requests)))
 
     return loop.run_until_complete(together())
 
