@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from offbeat_core import EMBEDDING, FINAL_NORM, LAYER_POINTS, LOGPROB, POSITIONS, TOKEN_IDS, layer_point
 
-_MIXERS: Final = ("self_attn", "linear_attn")
+_EMBEDDINGS: Final = ("embed_tokens", "embedding")
+_MIXERS: Final = ("self_attn", "linear_attn", "attn")
 _MLPS: Final = ("mlp", "block_sparse_moe", "feed_forward")
 _HIDDEN: Final = "hidden states"
 """Input of the head. It is no point: only the workers keep it."""
@@ -29,7 +30,8 @@ _LOGITS_ROWS: Final = 256
 class WorkerNotes:
     """Values of one sequence, which runs alone, chunk by chunk.
 
-    Ranks hold parts of heads and of the MLP, so these points are left out where there are several.
+    Ranks hold parts of heads and of the MLP, so these points are left out where there are several. Of a model without
+    the usual names there are log-probabilities alone.
 
     Args:
         runner: vLLM's, of this worker.
@@ -45,11 +47,11 @@ class WorkerNotes:
         self._is_seen = torch.zeros(num_tokens, dtype=torch.bool)
         self._values: dict[str, Tensor] = {}
         decoder = _decoder(self._model)
-        self.num_layers = len(decoder.layers)
+        self.num_layers = 0 if decoder is None else len(decoder.layers)
         with ExitStack() as hooks:
             self._hooks = hooks
             self._after(self._model, self._note_pass)
-            if getattr(decoder, "do_not_compile", True):
+            if decoder is not None and getattr(decoder, "do_not_compile", True):
                 if layer is None:
                     self._between_layers(decoder)
                 elif 0 <= layer < self.num_layers:
@@ -62,13 +64,15 @@ class WorkerNotes:
 
     def _between_layers(self, decoder: Any) -> None:
         self._before(self._model, self._note_inputs)
-        self._after(decoder.embed_tokens, lambda output: self._note(EMBEDDING, output))
+        self._takes(decoder.layers[0], EMBEDDING)  # not of the module: some models scale what it gives
         for number, layer in enumerate(decoder.layers):
             self._after(layer, partial(self._note_residual, layer_point(number)))
         self._after(decoder.norm, lambda output: self._note(FINAL_NORM, _first(output)))
 
     def _within(self, layer: Any) -> None:
         mixer, mlp = _part(layer, _MIXERS), _part(layer, _MLPS)
+        if mixer is None or mlp is None:
+            return
         self._takes(mixer, "attention input")
         norm = _norm_before_mlp(layer)
         self._before(mlp if norm is None else norm, lambda *given: self._note_residual("after attention", given))
@@ -216,17 +220,15 @@ class WorkerNotes:
 
 
 def _decoder(model: nn.Module) -> Any:
+    """Return the module with the decoder layers; None where it has no usual names."""
     for module in model.modules():
-        if isinstance(getattr(module, "layers", None), nn.ModuleList) and hasattr(module, "embed_tokens"):
+        if isinstance(getattr(module, "layers", None), nn.ModuleList) and _part(module, _EMBEDDINGS) is not None:
             return module
-    raise ValueError(f"{type(model).__name__} names no decoder layers, so what they compute cannot be compared")
+    return None
 
 
-def _part(layer: nn.Module, names: Sequence[str]) -> Any:
-    found = next((part for name in names if (part := getattr(layer, name, None)) is not None), None)
-    if found is None:
-        raise ValueError(f"{type(layer).__name__} has none of {', '.join(names)}, so its parts cannot be compared")
-    return found
+def _part(module: nn.Module, names: Sequence[str]) -> Any:
+    return next((part for name in names if (part := getattr(module, name, None)) is not None), None)
 
 
 def _norm_before_mlp(layer: Any) -> Any:
