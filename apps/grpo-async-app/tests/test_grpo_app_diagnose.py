@@ -119,7 +119,9 @@ def by_day(names: Iterable[str]) -> list[Any]:
 def test_a_healthy_setting_has_no_cause(forked_main: Main, tmp_path: Path, name: str) -> None:
     family, words = HEALTHY[name]
     model = tiny_model(tmp_path / "model", family, spread=0.2)
-    assert "no cause found" in run_to_its_end(forked_main, "diagnose", small_grpo_run(tmp_path, model), *words)
+    config, out = small_grpo_run(tmp_path, model), tmp_path / "out"
+    assert "no cause found" in run_to_its_end(forked_main, "diagnose", config, "--out", out, *words)
+    assert json.loads((out / "diagnosis.json").read_text())["findings"] == []
 
 
 @pytest.mark.parametrize("name", by_day(FAULTS))

@@ -1,8 +1,6 @@
 """`diagnose`: why trainer and rollout engines of a run give tokens different log-probabilities."""
 
 import json
-import tempfile
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Final
 
@@ -31,24 +29,22 @@ def diagnose_command(words: CommandWords, target: str) -> int:
         raise ConfigError(f"--at names a checkpoint of a run, and {path} is none")
     checkpoint = _checkpoint(path, words) if is_run else None
     config = for_diagnosis(load_config(path / "config.toml" if is_run else path, GrpoConfig, words.overrides))
-    folder = (
-        nullcontext(str(path / "diagnosis")) if is_run else tempfile.TemporaryDirectory(prefix="offbeat-diagnosis-")
+    default = (path / "diagnosis" if is_run else Path("diagnosis") / path.stem).absolute()
+    out = user_path(words.options["out"]).absolute() if "out" in words.options else default
+    asked = Examined(
+        preflight=check_run(config),
+        checkpoint=checkpoint.path if checkpoint else None,
+        step=checkpoint.step if checkpoint else 0,
+        num_samples=num_samples,
+        log_folder=out / "logs",
     )
-    with folder as place:
-        asked = Examined(
-            preflight=check_run(config),
-            checkpoint=checkpoint.path if checkpoint else None,
-            step=checkpoint.step if checkpoint else 0,
-            num_samples=num_samples,
-            log_folder=Path(place) / "logs",
-        )
-        if style == "text":
-            print_text(f"examines {asked.weights} with about {num_samples} samples; logs in {asked.log_folder}")
-        found = examine(asked)
-        if is_run:
-            with atomic_write(Path(place) / "diagnosis.json") as file:
-                json.dump(to_json(found), file, indent=1)
-            write_report(path)
+    if style == "text":
+        print_text(f"examines {asked.weights} with about {num_samples} samples; answer and logs in {out}")
+    found = examine(asked)
+    with atomic_write(out / "diagnosis.json") as file:
+        json.dump(to_json(found), file, indent=1)
+    if is_run and out == default:
+        write_report(path)
     print_text(json.dumps(to_json(found), indent=1) if style == "json" else describe(found))
     return FOUND if found.findings else 0
 

@@ -145,7 +145,7 @@ _COMMANDS: dict[str, Command] = {
     "scale": Command(_scale, "RUN", options=("engines",)),
     "where": Command(where_command, "RUN", options=("format",)),
     "eval": Command(eval_command, "RUN|MODEL", options=("config", "out", "set", "step"), overrides=True),
-    "diagnose": Command(diagnose_command, "RUN|FILE", options=("at", "format", "samples"), overrides=True),
+    "diagnose": Command(diagnose_command, "RUN|FILE", options=("at", "format", "out", "samples"), overrides=True),
     "compare": Command(compare_command, "EVAL EVAL", options=("out", "set"), switches=("strict",)),
     "push": Command(partial(push_command, application=_PROGRAM), "RUN", options=("push-to", "step")),
     "report": Command(report_command, "RUN", options=("serve",)),
