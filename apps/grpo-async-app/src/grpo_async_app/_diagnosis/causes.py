@@ -294,7 +294,8 @@ async def _state_findings(evidence: Evidence, explain: Explain, notes: list[str]
     if not beyond:
         return found
     differing = [sample for sample in samples if sample.occasion in beyond]
-    nats = _mean(np.abs(_joined(differing, "sampled") - _joined(differing, "alone")))
+    errors = np.abs(_joined(differing, "sampled") - _joined(differing, "alone"))
+    nats = float(errors.sum()) / max(len(_joined(samples, "sampled")), 1)  # of a token of all samples
     readings = await explain(differing[:_EXPLAINED], "sampled")
     if beyond == {*by_occasion} and (reading := _best_reading(readings)):
         text = f"the rollout engine reports log-probabilities of other inputs than the run's: {reading}"
