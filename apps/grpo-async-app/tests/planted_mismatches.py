@@ -137,9 +137,9 @@ def mixed_rows(own: Any) -> Any:
 def at_another_temperature(own: Any) -> Any:
     """Reported at temperature 1."""
 
-    def draw(logits: Any, params: Any, uniforms: Any) -> Any:
+    def draw(logits: Any, params: Any, uniforms: Any, **named: Any) -> Any:
         whole = logits.clone().log_softmax(-1)
-        drawn = own(logits, params, uniforms)
+        drawn = own(logits, params, uniforms, **named)
         logprobs = whole.gather(-1, torch.tensor(drawn.ids)[:, None])[:, 0].tolist()
         return replace(drawn, logprobs=logprobs)
 
@@ -152,8 +152,8 @@ def with_penalty(own: Any) -> Any:
     def _draw(self: Any, samples: Any, hidden: Any) -> Any:
         decode = runner.decode_logits
 
-        def penalised(weights: Any, rows: Any) -> Any:
-            logits = decode(weights, rows)
+        def penalised(*args: Any) -> Any:
+            logits = decode(*args)
             for row, sample in enumerate(samples):
                 seen = torch.tensor(sorted(set(sample.tokens)))
                 before = logits[row, seen]

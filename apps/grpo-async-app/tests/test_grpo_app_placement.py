@@ -337,7 +337,7 @@ def test_those_that_train_and_those_that_sample_share_all_cpus(colocate: bool, m
     monkeypatch.setattr("grpo_async_app._fleet.role_specs.available_cpus", lambda: 8)
     config = small(colocate=colocate)
     config = replace(config, engine=replace(config.engine, num_ranks=4))
-    assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1, "reward_model": 1}
+    assert plan_threads(config) == {"trainer": 2, "rollout": 4, "teacher": 1, "reward_model": 1, "reference": 2}
     assert plan_threads(replace(config, cluster=replace(config.cluster, rollout_threads=3)))["rollout"] == 3
     assert share_cpus(config, plan_threads(config)) == (not colocate)
     assert not share_cpus(config, {"trainer": 1, "rollout": 2, "teacher": 1})
