@@ -9,6 +9,10 @@ import pytest
 from grpo_runs import Main, run_to_its_end
 from planted_mismatches import FAULTS
 
+from grpo_async_app._config.sections import GrpoConfig
+from grpo_async_app._diagnosis.examine import for_diagnosis
+from grpo_async_app._preflight.preflight import check_run
+from offbeat_core import load_config
 from offbeat_testing import CommandLine, RunningCommand, small_grpo_run, tiny_model
 from offbeat_testing import forked_main as forked_main_of
 
@@ -63,6 +67,26 @@ def test_a_report_shows_the_cause(forked_main: Main, run: Path, monkeypatch: pyt
     page = (run / "report.html").read_text()
     assert "the rollout engine differs first in layer 0: the activation of the MLP" in page
     assert page.count('class="error beyond"') > 3
+
+
+SETTINGS_OF_RUNS: Final = {
+    "early end": ("--eval.stop_at_accuracy=0.9",),
+    "critic": ("--algorithm.advantage=gae", "--critic.warmup_updates=1"),
+    "filtered groups": ("--algorithm.filter_groups=true", "--async.max_filtered_batches=3"),
+    "sets": ("--eval.sets.other.path={data}",),
+    "greedy baseline": ("--algorithm.advantage=remax",),
+    "curriculum": ("--curriculum.low=0.2", "--engine.max_updates=3"),
+    "KL": ("--algorithm.kl_coefficient=0.1",),
+}
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF_RUNS)
+def test_settings_of_a_run_are_no_hindrance(config: Path, name: str) -> None:
+    """What would have no effect without training and validation is left out with it."""
+    words = [word.format(data=config.with_name("sums.jsonl")) for word in SETTINGS_OF_RUNS[name]]
+    given = load_config(config, GrpoConfig, words)
+    check_run(given)
+    assert check_run(for_diagnosis(given)).config.eval.every_updates == 0
 
 
 def test_what_cannot_be_examined_is_refused(command: CommandLine, config: Path) -> None:

@@ -9,7 +9,8 @@ import numpy as np
 import torch
 
 from grpo_async_app._config.agent import AgentConfig
-from grpo_async_app._config.sections import GrpoConfig, TeacherConfig
+from grpo_async_app._config.critic import CriticConfig
+from grpo_async_app._config.sections import EvalConfig, GrpoConfig, TeacherConfig
 from grpo_async_app._diagnosis.causes import Diagnosis, Side, find_causes
 from grpo_async_app._diagnosis.evidence import Evidence, ExaminedSample, LaggedTokens, Occasion
 from grpo_async_app._fleet.fleet import Fleet
@@ -19,6 +20,7 @@ from grpo_async_app._run.backend import LOOP_FOLDER
 from grpo_async_app._run.interruption import run_interruptible
 from grpo_async_app._run.log.activity import describe_start, following
 from grpo_async_app._run.session import watched_driver
+from grpo_async_app._shrink_reward import REWARD
 from offbeat_actors import ActorHandle, gather_or_cancel
 from offbeat_core import (
     LOGPROB,
@@ -32,6 +34,7 @@ from offbeat_core import (
     TrainSequence,
     fingerprint,
 )
+from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
 from offbeat_run import doing
 from offbeat_training import TensorFolder, whole_box
@@ -77,13 +80,16 @@ def for_diagnosis(config: GrpoConfig) -> GrpoConfig:
         )
     return replace(
         config,
+        curriculum=CurriculumConfig(),
+        reward=RewardConfig(name=REWARD),  # nothing is judged
         teacher=TeacherConfig(),
+        critic=CriticConfig(),
         agent=AgentConfig(),
-        environment=type(config.environment)(),
+        environment=EnvironmentConfig(),
         algorithm=AlgorithmConfig(),
         rollout=replace(config.rollout, num_engines=1, serve_port=None, full_sync_every=1),
         log=replace(config.log, trackers=()),
-        eval=replace(config.eval, every_updates=0, sets={}, score_set=""),
+        eval=EvalConfig(every_updates=0),
         profile=replace(config.profile, steps=""),
     )
 
