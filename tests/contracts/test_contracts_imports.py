@@ -56,6 +56,13 @@ def test_asking_for_help_imports_no_engine(package: Package, target: str) -> Non
     assert "usage" in done.stdout or package.name in done.stdout
 
 
+@pytest.mark.parametrize("application", ["grpo_async_app._commands.dispatch", "sft_app._commands"])
+def test_commands_import_transformers_only_where_they_need_it(application: str) -> None:
+    """It takes seconds, of every command."""
+    done = run_python(f"import {application}, sys; sys.exit('transformers' in sys.modules)")
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.key)
 def test_every_public_name_is_there(package: Package) -> None:
     module = importlib.import_module(package.import_name)

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._diagnosis.examine import Examined, examine, for_diagnosis
-from grpo_async_app._diagnosis.report import describe, to_json
 from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import ConfigError, atomic_write, load_config, user_path
 from offbeat_run import Checkpoint, CommandWords, RunFolder, print_text, refuse_foreign_run, whole_number, write_report
@@ -19,6 +17,10 @@ FOUND: Final = 5
 
 def diagnose_command(words: CommandWords, target: str) -> int:
     """Name what makes log-probabilities of a run differ; 0 where nothing does, FOUND where a cause was found."""
+    # Imports transformers, which takes seconds that other commands need not wait for.
+    from grpo_async_app._diagnosis.examine import Examined, examine, for_diagnosis
+    from grpo_async_app._diagnosis.report import describe, to_json
+
     style = words.options.get("format", "text")
     if style not in _FORMATS:
         raise ConfigError(f"--format takes {' or '.join(_FORMATS)}: got {style!r}")
