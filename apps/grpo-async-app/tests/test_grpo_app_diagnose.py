@@ -82,7 +82,7 @@ SETTINGS_OF_RUNS: Final = {
 
 @pytest.mark.parametrize("name", SETTINGS_OF_RUNS)
 def test_settings_of_a_run_are_no_hindrance(config: Path, name: str) -> None:
-    """What would have no effect without training and validation is left out with it."""
+    """Settings that have no effect without training and validation are left out with it."""
     words = [word.format(data=config.with_name("sums.jsonl")) for word in SETTINGS_OF_RUNS[name]]
     given = load_config(config, GrpoConfig, words)
     check_run(given)
@@ -93,6 +93,19 @@ def test_what_cannot_be_examined_is_refused(command: CommandLine, config: Path) 
     assert "cluster.colocate" in command.refused("diagnose", config, "--cluster.colocate=true")
     assert "--at names a checkpoint of a run" in command.refused("diagnose", config, "--at=3")
     assert "--format takes text or json" in command.refused("diagnose", config, "--format=yaml")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("sync", ["adapter", "merged"])
+def test_a_run_whose_adapter_has_learned_has_no_cause(forked_main: Main, tmp_path: Path, sync: str) -> None:
+    """The engine holds the base, and the adapter beside it or in it."""
+    model = tiny_model(tmp_path / "model", "qwen3", spread=0.2)
+    config, reward = small_grpo_run(tmp_path, model), "--reward.name=grpo_async_app._shrink_reward:variety"
+    words = (*SETTINGS, reward, "--engine.lora_rank=4", f"--rollout.lora_sync={sync}")
+    run_to_its_end(forked_main, "train", config, "--out", tmp_path / "run", *words)
+    found = diagnose(forked_main, tmp_path / "run")
+    assert found["findings"] == []
+    assert found["notes"] == []
 
 
 def test_a_healthy_run_has_no_cause(forked_main: Main, run: Path) -> None:

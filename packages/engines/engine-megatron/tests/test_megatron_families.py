@@ -1,4 +1,4 @@
-"""What is read of each family's configuration, and where its tensors lie. Needs no megatron-core."""
+"""Each family's configuration as it is read, and the places of its tensors. Needs no megatron-core."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What the trainer computes on the way to log-probabilities, by the names that sampling engines use too."""
+"""Values that the trainer computes on the way to log-probabilities, by the names that sampling engines use too."""
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ def sequence():
 
 
 def points_of(folder, layer):
-    """Those of transformers' own model."""
+    """Return the points of transformers' own model."""
     model = reference_model(folder)
     model.set_attn_implementation("sdpa")
     ids = torch.from_numpy(sequence().ids).long()[None]

@@ -169,7 +169,7 @@ def test_weights_under_adapters_are_counted_as_they_are_held(tmp_path):
 
 
 def test_weights_that_ranks_do_not_share_are_counted_on_each_of_them(tmp_path):
-    """Of a model on two ranks of tp, a tenth of it whole on both; the optimizer's state of all is cut over dp."""
+    """Two ranks of tp hold a tenth of a model whole, and the rest cut; the optimizer's state of all is cut over dp."""
     shape = shape_of("qwen3", tmp_path)
     whole = shape.num_parameters // 10
     layout = TrainLayout(tp=2, dp=4, zero_stage=1, whole_parameters=whole)

@@ -14,6 +14,7 @@ from grpo_async_app._diagnosis.evidence import (
     is_beyond_rounding,
     point_errors,
 )
+from grpo_async_app._roles.reference import AS_SET
 from offbeat_core import (
     EMBEDDING,
     FINAL_NORM,
@@ -47,14 +48,8 @@ _PARTS: Final = {
 }
 _EXPLAINED: Final = 6
 """Samples that readings of the settings are tried on: each costs dozens of passes."""
-_POSITIONS: Final = {
-    "scaled by 2": (2.0, 0.0),
-    "scaled by 4": (4.0, 0.0),
-    "scaled by 8": (8.0, 0.0),
-    "scaled by 0.5": (0.5, 0.0),
-    "scaled by 0.25": (0.25, 0.0),
-    "all 0": (0.0, 0.0),
-}
+_POSITION_SCALES: Final = (2.0, 4.0, 8.0, 0.5, 0.25, 0.0)
+"""Factors that may explain other queries: context extended or not, positions left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,19 +90,21 @@ class Diagnosis:
 
 Inspect = Callable[[Side, int | None], Awaitable[tuple[Inspection, Inspection, Inspection]]]
 """Asks a side, the reference and the rounded reference about one sample."""
-InspectMoved = Callable[[Side, float, float], Awaitable[Inspection]]
-"""Asks the reference about the first layer, with positions scaled and moved."""
+InspectScaled = Callable[[float], Awaitable[Inspection]]
+"""Asks the reference about the first layer, with positions times a number."""
 Explain = Callable[[Sequence[ExaminedSample], str], Awaitable[Mapping[str, float]]]
 """Asks the reference which reading of the settings gives log-probabilities that samples hold under a name."""
 
 
-async def find_causes(evidence: Evidence, inspect: Inspect, inspect_moved: InspectMoved, explain: Explain) -> Diagnosis:
+async def find_causes(
+    evidence: Evidence, inspect: Inspect, inspect_scaled: InspectScaled, explain: Explain
+) -> Diagnosis:
     """Name the causes.
 
     Args:
         evidence: that was gathered.
         inspect: asks for values between and within layers.
-        inspect_moved: asks for those of other positions.
+        inspect_scaled: asks for those of other positions.
         explain: see `ReferenceRole.sampling_errors`.
     """
     samples = evidence.samples
@@ -119,7 +116,7 @@ async def find_causes(evidence: Evidence, inspect: Inspect, inspect_moved: Inspe
     found.findings += _template_findings(evidence)
     wrong_weights = _weight_findings(evidence)
     for side in _SIDES:
-        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_moved, explain, found)
+        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_scaled, explain, found)
     found.findings += await _state_findings(evidence, explain, found.notes)
     found.findings += _lag_findings(evidence)
     found.findings.sort(key=lambda finding: -finding.nats)
@@ -173,7 +170,7 @@ async def _examine_side(
     samples: Sequence[ExaminedSample],
     wrong_weights: Sequence[str],
     inspect: Inspect,
-    inspect_moved: InspectMoved,
+    inspect_scaled: InspectScaled,
     explain: Explain,
     found: Diagnosis,
 ) -> None:
@@ -199,7 +196,7 @@ async def _examine_side(
         inner = await inspect(side, layer)
         within = point_errors(*inner, LAYER_POINTS)
         found.layers[side] = [*errors, *(replace(each, point=f"layer {layer}: {each.point}") for each in within)]
-        finding = await _first_inner(side, layer, within, inner, inspect_moved, nats)
+        finding = await _first_inner(side, layer, within, inner, inspect_scaled, nats)
     if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], held))):
         text = f"the {side} computes log-probabilities of other inputs than the run's: {reading}"
         finding = Finding(kind="inputs", where=f"{side}: {reading}", text=text, nats=nats)
@@ -254,20 +251,20 @@ async def _first_inner(
     layer: int,
     errors: Sequence[PointError],
     inner: tuple[Inspection, Inspection, Inspection],
-    inspect_moved: InspectMoved,
+    inspect_scaled: InspectScaled,
     nats: float,
 ) -> Finding:
     """Name the part of a layer that differs first; what no point shows lies after the last one."""
     first = next((each.point for each in errors if each.is_beyond), "output")
-    part, kind = _PARTS[first], "layers"
+    part = _PARTS[first]
     if first in ("query", "key") and layer == 0:
-        for name, (scale, offset) in _POSITIONS.items():
-            moved = await inspect_moved(side, scale, offset)
+        for scale in _POSITION_SCALES:
+            moved = await inspect_scaled(scale)
             if not any(each.is_beyond for each in point_errors(inner[0], moved, _shifted(inner, moved), (first,))):
-                part = f"positions {name}"
+                part = f"positions scaled by {scale:g}"
                 break
     text = f"the {side} differs first in layer {layer}: {part}"
-    return Finding(kind=kind, where=f"{side}: layer {layer}: {first}", text=text, nats=nats)  # type: ignore[arg-type]
+    return Finding(kind="layers", where=f"{side}: layer {layer}: {first}", text=text, nats=nats)
 
 
 def _shifted(inner: tuple[Inspection, Inspection, Inspection], moved: Inspection) -> Inspection:
@@ -312,9 +309,9 @@ def _differs_alone(samples: Sequence[ExaminedSample]) -> bool:
 
 def _best_reading(readings: Mapping[str, float]) -> str:
     """Return the reading of the settings that explains what was reported, where the right one does not."""
-    right = readings.get("as set", 0.0)
-    best = min(readings, key=lambda name: readings[name], default="as set")
-    return best if best != "as set" and readings[best] < 0.1 * right else ""
+    right = readings.get(AS_SET, 0.0)
+    best = min(readings, key=lambda name: readings[name], default=AS_SET)
+    return best if best != AS_SET and readings[best] < 0.1 * right else ""
 
 
 def _describe_state(beyond: set[Occasion], seen: set[Occasion], samples: Sequence[ExaminedSample]) -> str:

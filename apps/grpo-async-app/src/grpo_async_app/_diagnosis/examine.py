@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -23,7 +23,6 @@ from grpo_async_app._run.session import watched_driver
 from grpo_async_app._shrink_reward import REWARD
 from offbeat_actors import ActorHandle, gather_or_cancel
 from offbeat_core import (
-    LOGPROB,
     ConfigError,
     Fingerprint,
     Floats,
@@ -87,11 +86,17 @@ def for_diagnosis(config: GrpoConfig) -> GrpoConfig:
         agent=AgentConfig(),
         environment=EnvironmentConfig(),
         algorithm=AlgorithmConfig(),
+        engine=replace(config.engine, options=_without_copies(config.engine.options)),
         rollout=replace(config.rollout, num_engines=1, serve_port=None, full_sync_every=1),
         log=replace(config.log, trackers=()),
         eval=EvalConfig(every_updates=0),
         profile=replace(config.profile, steps=""),
     )
+
+
+def _without_copies(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a trainer's options without the copies by which ranks are replaced, which nothing is trained for."""
+    return {name: value for name, value in options.items() if name != "peer_copies"}
 
 
 def examine(asked: Examined) -> Diagnosis:
@@ -111,7 +116,7 @@ async def _examine(asked: Examined, fleet: Fleet) -> Diagnosis:
         examination = _Examination(asked, fleet, reference)
         evidence = await examination.gather()
         doing("comparing")
-        return await find_causes(evidence, examination.inspect, examination.inspect_moved, examination.explain)
+        return await find_causes(evidence, examination.inspect, examination.inspect_scaled, examination.explain)
 
 
 class _Examination:
@@ -147,7 +152,11 @@ class _Examination:
             saved_weights=saved,
             template_changes=self._template_changes(),
             had_other_weights=self._has_two_versions
-            and any(not np.array_equal(trainer[name], marks) for name, marks in begun_with.items()),
+            # An adapter that goes alone leaves the model's weights as they were.
+            and (
+                bool(self._config.engine.lora_rank)
+                or any(not np.array_equal(trainer[name], marks) for name, marks in begun_with.items())
+            ),
         )
 
     @property
@@ -160,8 +169,7 @@ class _Examination:
         third = max(1, len(prompts) // 3)
         again, alone, together = prompts[:third], prompts[third : 2 * third], prompts[2 * third :]
         if self._has_two_versions:  # the engine has started with the weights that the run began with
-            for engine in engines.members.values():
-                engine.serves.set()
+            engines.serve()
             doing("sampling", "under the weights before")
             await self._draw("before", again, num_samples=1)
         await engines.sync(self._fleet.offer_weights(max(self._asked.step, 1)), interrupt=False)
@@ -212,31 +220,40 @@ class _Examination:
         ]
 
     async def _score(self, drawn: Sequence[tuple[Occasion, Ids, int, Floats]]) -> list[ExaminedSample]:
-        doing("scoring", "trainer, engine and reference")
+        doing("scoring", "by the trainer")
         sequences = [TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= start) for _, ids, start, _ in drawn]
         trained: list[Floats] = await self._fleet.trainer.call(
             "logprobs", sequences, returns=list[Floats], deadline_s=self._deadline_s
         )
-        samples = []
+        samples = list[ExaminedSample]()
         for (occasion, ids, start, sampled), scores in zip(drawn, trained, strict=True):
-            alone = (await self._ask("rollout engine", ids, None)).get(LOGPROB)
-            reference = await self._refer(ids, None, "float32")
-            by_engine = await self._refer(ids, None, self._formats["rollout engine"])
-            by_trainer = await self._refer(ids, None, self._formats["trainer"])
+            doing("scoring", f"{len(samples)} of {len(drawn)} samples, by engine and reference")
+            alone = await self._call_engine("score_alone", ids, self._temperature, returns=Floats | None)
+            by_dtype = {
+                dtype: await self._score_by_reference(ids, dtype) for dtype in {"float32", *self._formats.values()}
+            }
             samples.append(
                 ExaminedSample(
                     ids=ids,
                     num_prompt=start,
                     occasion=occasion,
                     sampled=sampled,
-                    alone=None if alone is None else alone[start:, 0],
+                    alone=None if alone is None else alone[start:],
                     trained=scores[start:],
-                    reference=reference[LOGPROB][start:, 0],
-                    rounded_engine=by_engine[LOGPROB][start:, 0],
-                    rounded_trainer=by_trainer[LOGPROB][start:, 0],
+                    reference=by_dtype["float32"][start:],
+                    rounded_engine=by_dtype[self._formats["rollout engine"]][start:],
+                    rounded_trainer=by_dtype[self._formats["trainer"]][start:],
                 )
             )
         return samples
+
+    async def _score_by_reference(self, ids: Ids, dtype: str) -> Floats:
+        args = ("logprobs", ids, dtype, self._temperature)
+        found: Floats = await self._reference.call(*args, returns=Floats, deadline_s=self._deadline_s)
+        return found
+
+    async def _call_engine(self, method: str, *args: object, returns: Any) -> Any:
+        return await self._fleet.engines.call(self._engine, method, *args, returns=returns, deadline_s=self._deadline_s)
 
     @property
     def _formats(self) -> dict[Side, str]:
@@ -252,10 +269,7 @@ class _Examination:
         saved = {} if self._config.engine.lora_rank else self._saved(list(trainer), self._asked.weights)
         if self._config.rollout.weight_format != "dtype":
             return trainer, saved, {}
-        engine: dict[str, Fingerprint] = await self._fleet.engines.call(
-            self._engine, "fingerprints", list(trainer), returns=marks, deadline_s=self._deadline_s
-        )
-        return trainer, saved, engine
+        return trainer, saved, await self._call_engine("fingerprints", list(trainer), returns=marks)
 
     def _saved(self, names: Sequence[str], folder: Path) -> dict[str, Fingerprint]:
         dtype, found = getattr(torch, self._config.rollout.dtype), {}
@@ -315,9 +329,9 @@ class _Examination:
         wanted = await self._refer(self._ids, layer, "float32")
         return found, wanted, await self._refer(self._ids, layer, self._formats[side])
 
-    async def inspect_moved(self, side: Side, scale: float, offset: float) -> Inspection:
-        del side
-        return await self._refer(self._ids, 0, "float32", scale, offset)
+    async def inspect_scaled(self, scale: float) -> Inspection:
+        """Return the reference's values within the first layer, with positions times a number."""
+        return await self._refer(self._ids, 0, "float32", scale)
 
     async def explain(self, samples: Sequence[ExaminedSample], what: str) -> Mapping[str, float]:
         sequences = [(sample.ids, sample.num_prompt) for sample in samples]
@@ -329,21 +343,15 @@ class _Examination:
 
     async def _ask(self, side: Side, ids: Ids, layer: int | None) -> Inspection:
         returns = dict[str, Floats]
-        if side == "trainer":
-            call = self._fleet.trainer.call("inspect", ids, layer, returns=returns, deadline_s=self._deadline_s)
+        if side == "rollout engine":
+            found: Inspection = await self._call_engine("inspect", ids, layer, self._temperature, returns=returns)
         else:
-            call = self._fleet.engines.call(
-                self._engine, "inspect", ids, layer, self._temperature, returns=returns, deadline_s=self._deadline_s
-            )
-        found: Inspection = await call
+            found = await self._fleet.trainer.call("inspect", ids, layer, returns=returns, deadline_s=self._deadline_s)
         return found
 
-    async def _refer(
-        self, ids: Ids, layer: int | None, dtype: str, scale: float = 1.0, offset: float = 0.0
-    ) -> Inspection:
-        args = (ids, layer, dtype, self._temperature, scale, offset)
-        returns = dict[str, Floats]
-        found: Inspection = await self._reference.call("inspect", *args, returns=returns, deadline_s=self._deadline_s)
+    async def _refer(self, ids: Ids, layer: int | None, dtype: str, scale: float = 1.0) -> Inspection:
+        args, returns = ("inspect", ids, layer, dtype, scale), dict[str, Floats]
+        found: Inspection = await self._reference.call(*args, returns=returns, deadline_s=self._deadline_s)
         return found
 
     @property

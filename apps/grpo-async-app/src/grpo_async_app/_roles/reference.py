@@ -1,5 +1,6 @@
 """The reference role: plain transformers in a process of its own, which trainer and engines are compared with."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -9,10 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import LOGPROB, Floats, Ids, Inspection, ModelError, SamplingParams
+from offbeat_core import Floats, Ids, Inspection, ModelError, SamplingParams
 from offbeat_run import log_line, log_start
 from offbeat_training import record_points
 
+AS_SET: Final = "as set"
+"""Name of the reading that is the run's own."""
+_SAMPLES_OF_OTHER_PROMPTS: Final = 2
 _TEMPERATURES: Final = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 _MOST_LEFT_OUT: Final = 16
 """Tokens at the beginning of a prompt, of which each number is tried."""
@@ -51,30 +55,26 @@ class ReferenceRole:
         return self._models[dtype]
 
     @torch.no_grad()
-    def inspect(
-        self,
-        ids: Ids,
-        layer: int | None,
-        dtype: str,
-        temperature: float,
-        position_scale: float = 1.0,
-        position_offset: float = 0.0,
-    ) -> Inspection:
-        """See `InspectedEngine.inspect`; what would be computed in `dtype`, with positions changed as asked."""
-        places = (torch.arange(len(ids)) * position_scale + position_offset)[None]
-        # Rotation takes any number; a table of positions would not, and no family of today's has one.
-        positions = places.long() if (position_scale, position_offset) == (1, 0) else places
+    def inspect(self, ids: Ids, layer: int | None, dtype: str, position_scale: float = 1.0) -> Inspection:
+        """See `InspectedEngine.inspect`; what would be computed in `dtype`, with positions times a number."""
         with record_points(self._model(dtype), layer) as found:
-            logits = self._logits(ids, dtype, positions)
-        logprobs = (logits / temperature).log_softmax(-1)[:-1].gather(-1, torch.from_numpy(ids[1:, None]).long())
-        scored = np.concatenate(([[0.0]], logprobs.numpy())).astype(np.float32)
-        return {**{point: values.numpy() for point, values in found.items()}, LOGPROB: scored}
+            self._logits(ids, dtype, position_scale)
+        return {point: values.numpy() for point, values in found.items()}
 
-    def _logits(self, ids: Ids, dtype: str, positions: Tensor | None = None) -> Tensor:
+    @torch.no_grad()
+    def logprobs(self, ids: Ids, dtype: str, temperature: float) -> Floats:
+        """[T] of each token after those before it, nats, 0 for the first, computed in `dtype`."""
+        scaled = self._logits(ids, dtype)[:-1] / temperature
+        scored = scaled.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:, None]).long())[:, 0]
+        return np.concatenate(([0.0], scored.numpy())).astype(np.float32)
+
+    def _logits(self, ids: Ids, dtype: str, position_scale: float = 1.0) -> Tensor:
         """[T, V] float32."""
+        places = torch.arange(len(ids))[None]
+        # Rotation takes any number; a table of positions would not, and no family of today's has one.
+        places = places if position_scale == 1 else places * position_scale
         tokens = torch.from_numpy(ids).long()[None]
-        named = {} if positions is None else {"position_ids": positions}
-        logits: Tensor = self._model(dtype)(tokens, use_cache=False, **named).logits[0]
+        logits: Tensor = self._model(dtype)(tokens, use_cache=False, position_ids=places).logits[0]
         return logits.float()
 
     @torch.no_grad()
@@ -83,23 +83,30 @@ class ReferenceRole:
     ) -> dict[str, float]:
         """Mean distance of reported log-probabilities from those of several readings of the sampling settings, nats.
 
+        Where none of these explains what was reported, prompts are tried that an engine may have read instead.
+
         Args:
             sequences: [T] token ids, and how many of them are the prompt.
             reported: [T - prompt] of each, by the engine.
             params: as the run has them.
         """
-        sums: dict[str, float] = {}
-        for (ids, num_prompt), found in zip(sequences, reported, strict=True):
+        pairs, temperature = list(zip(sequences, reported, strict=True)), params.temperature or 1.0
+        found = _Means()
+        for (ids, num_prompt), logprobs in pairs:
             logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
             target = torch.from_numpy(ids[num_prompt:, None]).long()
-            readings = _readings(logits, target, ids, num_prompt, params)
+            found.add(_readings(logits, target, ids, num_prompt, params), logprobs)
+        as_set = found.means().get(AS_SET, 0.0)
+        if min(found.means().values(), default=0.0) < 0.1 * as_set:
+            return found.means()
+        others = _Means()  # dozens of passes for each sample
+        for (ids, num_prompt), logprobs in pairs[:_SAMPLES_OF_OTHER_PROMPTS]:
+            target = torch.from_numpy(ids[num_prompt:, None]).long()
             for name, prompt in self._other_prompts(ids[:num_prompt]).items():
-                seen = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
-                scaled = seen / (params.temperature or 1.0)
-                readings[name] = scaled.log_softmax(-1).gather(-1, target)[:, 0].numpy()
-            for name, logprobs in readings.items():
-                sums[name] = sums.get(name, 0.0) + float(np.abs(logprobs - found).sum())
-        return {name: total / max(sum(map(len, reported)), 1) for name, total in sums.items()}
+                logits = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
+                scored = (logits / temperature).log_softmax(-1).gather(-1, target)[:, 0].numpy()
+                others.add({name: scored}, logprobs)
+        return {**found.means(), **others.means()}
 
     def _other_prompts(self, prompt: Ids) -> dict[str, Ids]:
         """Return prompts that an engine may have read in place of this one."""
@@ -120,6 +127,24 @@ class ReferenceRole:
         log_line("ended")
 
 
+class _Means:
+    """Mean distances of log-probabilities from those of some readings, over samples."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, float] = {}
+        self._counts: dict[str, int] = {}
+
+    def add(self, readings: Mapping[str, Floats], reported: Floats) -> None:
+        """Take a sample: [N] under each reading, and as reported."""
+        for name, logprobs in readings.items():
+            self._sums[name] = self._sums.get(name, 0.0) + float(np.abs(logprobs - reported).sum())
+            self._counts[name] = self._counts.get(name, 0) + len(reported)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each reading, nats."""
+        return {name: total / max(self._counts[name], 1) for name, total in self._sums.items()}
+
+
 def _readings(logits: Tensor, target: Tensor, ids: Ids, num_prompt: int, params: SamplingParams) -> dict[str, Floats]:
     """[N] log-probabilities under each reading of the settings."""
 
@@ -128,8 +153,8 @@ def _readings(logits: Tensor, target: Tensor, ids: Ids, num_prompt: int, params:
         return found
 
     temperature = params.temperature or 1.0
-    found = {"as set": chosen(logits / temperature)}
-    for other in (1.0, *_TEMPERATURES, 1 / temperature):
+    found = {AS_SET: chosen(logits / temperature)}
+    for other in (*_TEMPERATURES, 1 / temperature):
         if other != temperature:
             found[f"temperature = {other:g} in place of {temperature:g}"] = chosen(logits / other)
     if params.is_cut:

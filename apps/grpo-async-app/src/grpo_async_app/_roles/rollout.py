@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, cast
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
+    LOGPROB,
     BackendError,
     Completion,
     ConfigError,
     EngineHealth,
     Fingerprint,
+    Floats,
     GenerateRequest,
     Ids,
     InspectedEngine,
@@ -299,6 +301,11 @@ class RolloutRole:
         if not isinstance(self._engine, InspectedEngine):
             return {}
         return await self._engine.inspect(ids, layer, adapter=self._adapter, temperature=temperature)
+
+    async def score_alone(self, ids: Ids, temperature: float) -> Floats | None:
+        """[T] log-probabilities of one sequence alone, in an empty cache; None from an engine that does not say."""
+        found = await self.inspect(ids, None, temperature)
+        return found[LOGPROB][:, 0] if found else None
 
     async def fingerprints(self, names: list[str]) -> dict[str, Fingerprint]:
         """Return the fingerprints of tensors that the engine holds, where it says so."""

@@ -359,12 +359,16 @@ class TrainerRole:
         return self._engine.inspect(TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) > 0), layer)
 
     def fingerprints(self) -> dict[str, Fingerprint]:
-        """Return the fingerprints of all weights, by name, in the format in which engines get them."""
-        dtype = getattr(torch, self._rollout.dtype)
+        """Return the fingerprints of the model's weights as engines get them, without an adapter that goes alone.
+
+        All ranks gather, and the first one's answer counts.
+        """
+        weights, dtype = self._gather(self._rollout.weight_parts[0]), getattr(torch, self._rollout.dtype)
         found = {}
-        for name, tensor in self._gather("merged"):
-            held = tensor if name in self._in_float32 else tensor.to(dtype)
-            found[name] = fingerprint(held.float().cpu().numpy())
+        for name, tensor in weights:
+            if self._rank == 0:
+                held = tensor if name in self._in_float32 else tensor.to(dtype)
+                found[name] = fingerprint(held.float().cpu().numpy())
         return found
 
     def sleep(self, level: int) -> int:
