@@ -13,7 +13,7 @@ from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._diagnosis.examine import for_diagnosis
 from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import load_config
-from offbeat_testing import CommandLine, RunningCommand, small_grpo_run, tiny_model
+from offbeat_testing import CommandLine, RunningCommand, small_grpo_run, tiny_model, tiny_vision_model
 from offbeat_testing import forked_main as forked_main_of
 
 SETTINGS = (
@@ -129,6 +129,8 @@ HEALTHY: dict[str, tuple[Any, tuple[str, ...]]] = {
     "experts": ("qwen3_moe", ()),
     "experts in bfloat16": ("qwen3_moe", ("--engine.dtype=bfloat16", "--rollout.dtype=bfloat16")),
     "hybrid": ("qwen3_5_text", ()),
+    "model that sees": ("qwen3_vl", ()),
+    "hybrid that sees": ("qwen3_5", ()),
     "cut distribution": ("qwen3", ("--rollout.top_p=0.9", "--rollout.top_k=40")),
     "fp8": ("qwen3", ("--rollout.weight_format=fp8", "--rollout.dtype=bfloat16", "--engine.dtype=bfloat16")),
 }
@@ -159,7 +161,8 @@ def by_day(names: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("name", by_day(HEALTHY))
 def test_a_healthy_setting_has_no_cause(forked_main: Main, tmp_path: Path, name: str) -> None:
     family, words = HEALTHY[name]
-    model = tiny_model(tmp_path / "model", family, spread=0.2)
+    make = tiny_vision_model if family in ("qwen3_vl", "qwen3_5") else tiny_model
+    model = make(tmp_path / "model", family, spread=0.2)
     config, out = small_grpo_run(tmp_path, model), tmp_path / "out"
     assert "no cause found" in run_to_its_end(forked_main, "diagnose", config, "--out", out, *words)
     assert json.loads((out / "diagnosis.json").read_text())["findings"] == []

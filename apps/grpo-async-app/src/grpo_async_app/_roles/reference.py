@@ -7,7 +7,7 @@ from typing import Any, Final
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_async_app._config.sections import GrpoConfig
 from offbeat_core import Floats, Ids, Inspection, ModelError, SamplingParams
@@ -41,12 +41,15 @@ class ReferenceRole:
 
     def _model(self, dtype: str) -> Any:
         if dtype not in self._models:
+            trusts = self._config.model.trust_remote_code
             try:
-                model = AutoModelForCausalLM.from_pretrained(
+                config = AutoConfig.from_pretrained(self._folder, trust_remote_code=trusts)
+                sees = getattr(config, "vision_config", None) is not None
+                model = (AutoModelForImageTextToText if sees else AutoModelForCausalLM).from_pretrained(
                     self._folder,
                     dtype=getattr(torch, dtype),
                     attn_implementation="sdpa",
-                    trust_remote_code=self._config.model.trust_remote_code,
+                    trust_remote_code=trusts,
                 )
             except (OSError, ValueError, KeyError) as error:
                 raise ModelError(f"{self._folder}: transformers does not load it: {error}") from error
