@@ -45,7 +45,7 @@ def without_digests() -> ExitStack:
         ("offbeat_training._trainer_state.digest_file", lambda path: ""),
         ("offbeat_run._checkpoints.digest_of", lambda path: ""),
         ("offbeat_run._checkpoints._require_same", lambda folder, digests: None),
-        ("offbeat_engine_torch._checkpoint.find_damage", lambda folder, rank, num_ranks: ""),
+        ("offbeat_engine_torch._state.checkpoint.find_damage", lambda folder, rank, num_ranks: ""),
     ):
         stack.enter_context(patch(name, stand_in))
     return stack

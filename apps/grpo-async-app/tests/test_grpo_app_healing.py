@@ -13,7 +13,7 @@ from role_faults import last_value, role_pids, signal_role, updates
 
 from grpo_async_app._roles.trainer import TrainerRole
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._copies import PeerCopies
+from offbeat_engine_torch._state.copies import PeerCopies
 from offbeat_testing import CommandLine, RunningCommand
 from offbeat_training import ClippedAdamW
 

@@ -23,7 +23,7 @@ import torch.distributed.fsdp._fully_shard._fsdp_param_group as param_group
 from torch._C._distributed_c10d import TCPStore
 
 from offbeat_engine_torch import TorchTrainEngine
-from offbeat_engine_torch._copies import PeerCopies, pack_state
+from offbeat_engine_torch._state.copies import PeerCopies, pack_state
 from offbeat_mesh import Group, Mesh, current_world, interrupt_calls, join_world
 
 LIMIT_S = 240.0

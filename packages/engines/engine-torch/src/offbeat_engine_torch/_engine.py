@@ -28,14 +28,6 @@ from offbeat_core import (
     check_schedule,
 )
 from offbeat_device import Device, MemoryOffloader, open_device
-from offbeat_engine_torch._checkpoint import (
-    export_weights,
-    iterate_adapter,
-    iterate_weights,
-    load_state,
-    save_state,
-)
-from offbeat_engine_torch._copies import PeerCopies, pack_state, unpack_state
 from offbeat_engine_torch._layers.balance import statistics
 from offbeat_engine_torch._layout import (
     TorchEngineOptions,
@@ -53,6 +45,14 @@ from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathe
 from offbeat_engine_torch._pieces import collect_gradients, memory_of
 from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
 from offbeat_engine_torch._reduction import choose_reduce_once
+from offbeat_engine_torch._state.checkpoint import (
+    export_weights,
+    iterate_adapter,
+    iterate_weights,
+    load_state,
+    save_state,
+)
+from offbeat_engine_torch._state.copies import PeerCopies, pack_state, unpack_state
 from offbeat_mesh import Group, Mesh
 from offbeat_training import (
     ClippedAdamW,
