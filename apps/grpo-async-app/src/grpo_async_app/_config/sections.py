@@ -479,32 +479,5 @@ class GrpoConfig:
         )
 
 
-_DECIDED: Final = {
-    "temperature": "rollout.temperature: the trainer scores at the sampler's",
-    "entropy_gradient": "algorithm.entropy_coefficient: the entropy has a gradient where it is above 0",
-    "replay_routes": "rollout.replay_routes",
-}
-"""Options of training engines that a key of another section decides."""
-
-
-def check_engine_options(config: GrpoConfig) -> None:
-    """Refuse options of the trainer, the critic and the sampler that say again what another key decides.
-
-    Raises:
-        ConfigError: all of them, a line each.
-    """
-    found = [f"engine.options.{name} is decided by {by}; leave it out" for name, by in _DECIDED.items()]
-    of_critic = {
-        name: f"critic.options.{name} has no effect: a critic gives values; leave it out"
-        for name in (*_DECIDED, "head_dtype")
-    }
-    given = [line for name, line in zip(_DECIDED, found, strict=True) if name in config.engine.options]
-    if "numerics" in config.rollout.options:
-        given.append("rollout.options.numerics is decided by engine.options.numerics; leave it out")
-    given += [line for name, line in of_critic.items() if name in config.critic.options]
-    if given:
-        raise ConfigError("\n".join(given))
-
-
 def _shared(section: object, settings: type) -> dict[str, Any]:
     return {each.name: getattr(section, each.name) for each in fields(settings)}

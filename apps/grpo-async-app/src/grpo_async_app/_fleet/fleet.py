@@ -292,19 +292,12 @@ class Fleet:
         self._trainer = await start_again(self._budget, "trainer", cause, start, self.events.message)
 
     async def _start_trainers(self, num_updates: int, checkpoint: Path | None) -> Trainers:
-        cluster, sending = self._config.cluster, {0}.union(*self._ranks.values())
+        sending = {0}.union(*self._ranks.values())
         # New ones each time: what still looks for a former trainer shall not find this one.
         paths = [new_socket_path() if rank in sending else "" for rank in range(self._config.engine.num_ranks)]
         healer = self._healer
         spec = self._trainer_spec = self._roles.trainer(paths, num_updates, checkpoint, is_replaced=healer is not None)
-        trainer = await start_trainers(
-            self._launcher,
-            spec,
-            self._config.engine.num_ranks,
-            start_deadline_s=cluster.start_timeout_s,
-            call_deadline_s=self._config.async_.update_deadline_s,
-            silent_after_s=cluster.silent_after_s,
-        )
+        trainer = await start_trainers(self._launcher, spec, self._config)
         if healer is not None:
             healer.prepare(spec)
         return trainer

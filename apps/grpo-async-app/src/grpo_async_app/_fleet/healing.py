@@ -9,13 +9,13 @@ A spare is a process that has imported everything, which is what takes a new one
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import count
-from typing import Any, Final
+from typing import Final
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._fleet.trainers import Trainers
+from grpo_async_app._fleet.trainers import Trainers, open_places
 from offbeat_actors import ActorHandle, Launcher, RestartBudget, RoleSpec, gather_or_cancel
 from offbeat_core import OffbeatError, RoleName
 from offbeat_weightsync import new_socket_path
@@ -109,9 +109,9 @@ class TrainerHealer:
         newcomers = dict(zip(dead, fresh, strict=True))
         ranks = [newcomers.get(place, actor) for place, actor in enumerate(trainer.actors)]
         paths = [new_socket_path() if path and i in dead else path for i, path in enumerate(trainer.socket_paths)]
-        store, places = _open_rendezvous(self._launcher, self._config, size)
         deadline_s = self._config.cluster.start_timeout_s
         try:
+            store, places = open_places(self._launcher, self._config)
             await gather_or_cancel(
                 rank.call("rejoin", place, paths, deadline_s=deadline_s)
                 for rank, place in zip(ranks, places, strict=True)
@@ -146,14 +146,3 @@ async def _interrupt(trainer: Trainers) -> None:
     alive = [actor for actor in trainer.actors if actor.alive]
     calls = (actor.call("interrupt", deadline_s=_INTERRUPT_S) for actor in alive)
     await asyncio.gather(*calls, return_exceptions=True)
-
-
-def _open_rendezvous(launcher: Launcher, config: GrpoConfig, size: int) -> tuple[object, Sequence[Any]]:
-    from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
-
-    return open_rendezvous(
-        launcher.address,
-        size,
-        start_deadline_s=config.cluster.start_timeout_s,
-        call_deadline_s=config.async_.update_deadline_s,
-    )

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final
 from weakref import WeakSet
 
+from grpo_async_app._config.sections import GrpoConfig
 from offbeat_actors import ActorGroup, ActorHandle, Launcher, RoleSpec, start_ranks
 from offbeat_core import PeerFailedError, WeightSyncError
 
@@ -55,26 +56,23 @@ class Trainers(ActorGroup):
             self._listens_at = ""
 
 
-async def start_trainers(
-    launcher: Launcher,
-    spec: RoleSpec,
-    num_ranks: int,
-    *,
-    start_deadline_s: float,
-    call_deadline_s: float,
-    silent_after_s: float,
-) -> Trainers:
+async def start_trainers(launcher: Launcher, spec: RoleSpec, config: GrpoConfig) -> Trainers:
     """Start every rank of the trainer at once, and wait until all are ready. When one fails, none is left."""
-    store: object = None
-    places: list[Any] = []
-    if num_ranks > 1:
-        from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
+    store, places = open_places(launcher, config) if config.engine.num_ranks > 1 else (None, [])
+    ranks = await start_ranks(launcher, spec, places)
+    return Trainers(ranks, config.cluster.silent_after_s, spec.kwargs["socket_paths"], store)
 
-        # The driver keeps the place where the ranks meet, so it outlives any of them.
-        store, places = open_rendezvous(
-            launcher.address, num_ranks, start_deadline_s=start_deadline_s, call_deadline_s=call_deadline_s
-        )
-    return Trainers(await start_ranks(launcher, spec, places), silent_after_s, spec.kwargs["socket_paths"], store)
+
+def open_places(launcher: Launcher, config: GrpoConfig) -> tuple[object, Sequence[Any]]:
+    """Return the store where several ranks meet, which the driver keeps so that it outlives them, and their places."""
+    from offbeat_mesh import open_rendezvous  # imports torch: only several ranks need it
+
+    return open_rendezvous(
+        launcher.address,
+        config.engine.num_ranks,
+        start_deadline_s=config.cluster.start_timeout_s,
+        call_deadline_s=config.async_.update_deadline_s,
+    )
 
 
 DEATH_SEEN_AFTER_S: Final = 2.0

@@ -10,7 +10,7 @@ from typing import Any, Final
 from grpo_async_app._config.agent import program_words
 from grpo_async_app._config.critic import check_critic
 from grpo_async_app._config.resolved import ResolvedRun
-from grpo_async_app._config.sections import GrpoConfig, check_engine_options
+from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._preflight.backends import check_open_backends
 from grpo_async_app._preflight.engines import check_backends, rounding_reason
 from grpo_async_app._preflight.sources import check_lengths, check_sources, naming
@@ -69,7 +69,7 @@ def check_choices(run: ResolvedRun, problems: Problems) -> tuple[str, ...]:
         with problems.collected():
             check(run)
     collect_contradictions(config, problems)
-    for check_config in (check_engine_options, check_open_backends, _check_judged):
+    for check_config in (_check_engine_options, check_open_backends, _check_judged):
         with problems.collected():
             check_config(config)
     return (*notices, *_fp8_notice(config))
@@ -200,3 +200,30 @@ def _data_settings(config: GrpoConfig) -> dict[str, object]:
         if each.name not in ("success_reward", "environment", "reward")
     }
     return own | of_mix
+
+
+_DECIDED: Final = {
+    "temperature": "rollout.temperature: the trainer scores at the sampler's",
+    "entropy_gradient": "algorithm.entropy_coefficient: the entropy has a gradient where it is above 0",
+    "replay_routes": "rollout.replay_routes",
+}
+"""Options of training engines that a key of another section decides."""
+
+
+def _check_engine_options(config: GrpoConfig) -> None:
+    """Refuse options of the trainer, the critic and the sampler that say again what another key decides.
+
+    Raises:
+        ConfigError: all of them, a line each.
+    """
+    found = [f"engine.options.{name} is decided by {by}; leave it out" for name, by in _DECIDED.items()]
+    of_critic = {
+        name: f"critic.options.{name} has no effect: a critic gives values; leave it out"
+        for name in (*_DECIDED, "head_dtype")
+    }
+    given = [line for name, line in zip(_DECIDED, found, strict=True) if name in config.engine.options]
+    if "numerics" in config.rollout.options:
+        given.append("rollout.options.numerics is decided by engine.options.numerics; leave it out")
+    given += [line for name, line in of_critic.items() if name in config.critic.options]
+    if given:
+        raise ConfigError("\n".join(given))

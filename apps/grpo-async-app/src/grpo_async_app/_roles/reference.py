@@ -1,6 +1,6 @@
 """The reference role: plain transformers in a process of its own, which trainer and engines are compared with."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -67,9 +67,8 @@ class ReferenceRole:
     @torch.no_grad()
     def logprobs(self, ids: Ids, dtype: str, temperature: float) -> Floats:
         """[T] of each token after those before it, nats, 0 for the first, computed in `dtype`."""
-        scaled = self._logits(ids, dtype)[:-1] / temperature
-        scored = scaled.log_softmax(-1).gather(-1, torch.from_numpy(ids[1:, None]).long())[:, 0]
-        return np.concatenate(([0.0], scored.numpy())).astype(np.float32)
+        scored = _chosen(self._logits(ids, dtype)[:-1] / temperature, ids, 1)
+        return np.concatenate(([0.0], scored)).astype(np.float32)
 
     def _logits(self, ids: Ids, dtype: str, position_scale: float = 1.0) -> Tensor:
         """[T, V] float32."""
@@ -94,22 +93,18 @@ class ReferenceRole:
             params: as the run has them.
         """
         pairs, temperature = list(zip(sequences, reported, strict=True)), params.temperature or 1.0
-        found = _Means()
+        errors = dict[str, list[Floats]]()
         for (ids, num_prompt), logprobs in pairs:
             logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
-            target = torch.from_numpy(ids[num_prompt:, None]).long()
-            found.add(_readings(logits, target, ids, num_prompt, params), logprobs)
-        as_set = found.means().get(AS_SET, 0.0)
-        if min(found.means().values(), default=0.0) < 0.1 * as_set:
-            return found.means()
-        others = _Means()  # dozens of passes for each sample
-        for (ids, num_prompt), logprobs in pairs[:_SAMPLES_OF_OTHER_PROMPTS]:
-            target = torch.from_numpy(ids[num_prompt:, None]).long()
-            for name, prompt in self._other_prompts(ids[:num_prompt]).items():
-                logits = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
-                scored = (logits / temperature).log_softmax(-1).gather(-1, target)[:, 0].numpy()
-                others.add({name: scored}, logprobs)
-        return {**found.means(), **others.means()}
+            for name, changed in _readings(logits, ids, num_prompt, params):
+                errors.setdefault(name, []).append(np.abs(_chosen(changed, ids, num_prompt) - logprobs))
+        if min(map(_mean, errors.values()), default=0.0) >= 0.1 * _mean(errors.get(AS_SET, [])):
+            for (ids, num_prompt), logprobs in pairs[:_SAMPLES_OF_OTHER_PROMPTS]:  # dozens of passes for each
+                for name, prompt in self._other_prompts(ids[:num_prompt]).items():
+                    logits = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
+                    scored = _chosen(logits / temperature, ids, num_prompt)
+                    errors.setdefault(name, []).append(np.abs(scored - logprobs))
+        return {name: _mean(parts) for name, parts in errors.items()}
 
     def _other_prompts(self, prompt: Ids) -> dict[str, Ids]:
         """Return prompts that an engine may have read in place of this one."""
@@ -130,48 +125,33 @@ class ReferenceRole:
         log_line("ended")
 
 
-class _Means:
-    """Mean distances of log-probabilities from those of some readings, over samples."""
-
-    def __init__(self) -> None:
-        self._sums: dict[str, float] = {}
-        self._counts: dict[str, int] = {}
-
-    def add(self, readings: Mapping[str, Floats], reported: Floats) -> None:
-        """Take a sample: [N] under each reading, and as reported."""
-        for name, logprobs in readings.items():
-            self._sums[name] = self._sums.get(name, 0.0) + float(np.abs(logprobs - reported).sum())
-            self._counts[name] = self._counts.get(name, 0) + len(reported)
-
-    def means(self) -> dict[str, float]:
-        """Return the mean of each reading, nats."""
-        return {name: total / max(self._counts[name], 1) for name, total in self._sums.items()}
+def _mean(parts: Sequence[Floats]) -> float:
+    return float(np.concatenate(parts).mean()) if parts else 0.0
 
 
-def _readings(logits: Tensor, target: Tensor, ids: Ids, num_prompt: int, params: SamplingParams) -> dict[str, Floats]:
-    """[N] log-probabilities under each reading of the settings."""
+def _chosen(logits: Tensor, ids: Ids, num_prompt: int) -> Floats:
+    """[N] log-probabilities of the tokens after the prompt."""
+    target = torch.from_numpy(ids[num_prompt:, None]).long()
+    found: Floats = logits.log_softmax(-1).gather(-1, target)[:, 0].numpy()
+    return found
 
-    def chosen(changed: Tensor) -> Floats:
-        found: Floats = changed.log_softmax(-1).gather(-1, target)[:, 0].numpy()
-        return found
 
+def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams) -> Iterator[tuple[str, Tensor]]:
+    """Yield readings of the settings, each with the logits that it makes of the model's."""
     temperature = params.temperature or 1.0
-    found = {AS_SET: chosen(logits / temperature)}
+    scaled = logits / temperature
+    yield AS_SET, scaled
     for other in (*_TEMPERATURES, 1 / temperature):
         if other != temperature:
-            found[f"temperature = {other:g} in place of {temperature:g}"] = chosen(logits / other)
+            yield f"temperature = {other:g} in place of {temperature:g}", logits / other
     if params.is_cut:
-        cut = _cut(logits / temperature, params)
-        found["top_k, top_p and min_p cut what is reported"] = chosen(cut)
+        yield "top_k, top_p and min_p cut what is reported", _cut(scaled, params)
     for top_k in (1, 20, 50) if not params.top_k else ():
-        found[f"top_k = {top_k} in place of none"] = chosen(_cut(logits / temperature, SamplingParams(top_k=top_k)))
+        yield f"top_k = {top_k} in place of none", _cut(scaled, SamplingParams(top_k=top_k))
     for top_p in (0.8, 0.9, 0.95) if params.top_p == 1 else ():
-        found[f"top_p = {top_p:g} in place of 1"] = chosen(_cut(logits / temperature, SamplingParams(top_p=top_p)))
+        yield f"top_p = {top_p:g} in place of 1", _cut(scaled, SamplingParams(top_p=top_p))
     for penalty in _PENALTIES:
-        found[f"a repetition penalty of {penalty:g}"] = chosen(
-            _penalised(logits, ids, num_prompt, penalty) / temperature
-        )
-    return found
+        yield f"a repetition penalty of {penalty:g}", _penalised(logits, ids, num_prompt, penalty) / temperature
 
 
 def _cut(logits: Tensor, params: SamplingParams) -> Tensor:

@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch import Tensor
 from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches, without_routes
-from grpo_async_app._roles.copies import Copies
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
@@ -28,6 +28,7 @@ from offbeat_core import (
     Metric,
     Metrics,
     ModelError,
+    RecoverableTrainEngine,
     RoleName,
     SleepingTrainEngine,
     TensorSpec,
@@ -405,6 +406,42 @@ class TrainerRole:
         if world := current_world():
             world.leave()
         log_line("ended")
+
+
+class Copies:
+    """Copies of this rank's state, and of another's.
+
+    Args:
+        engine: that makes them.
+
+    Attributes:
+        version: updates that the newest has had.
+        metrics: of the last of them.
+    """
+
+    def __init__(self, engine: RecoverableTrainEngine) -> None:
+        self._engine, self.version = engine, 0
+        self.metrics: Metrics = {}
+
+    @classmethod
+    def of(cls, engine: TrainEngine) -> "Copies | None":
+        """Return those of an engine; None where it keeps none."""
+        return cls(engine) if isinstance(engine, RecoverableTrainEngine) and engine.copies is not None else None
+
+    @property
+    def held(self) -> Any:
+        """Return the copies, which outlive the engine."""
+        return self._engine.copies
+
+    def keep(self, version: int, metrics: Metrics) -> None:
+        """Copy the state after an update; a call of all ranks."""
+        self._engine.keep_copies(version, msgspec.msgpack.encode(metrics))
+        self.version, self.metrics = version, metrics
+
+    def recover(self, held: Any) -> None:
+        """Give the engine, made anew, the newest state that all ranks have had; a call of all ranks."""
+        self.version, note = self._engine.recover(held)
+        self.metrics = msgspec.msgpack.decode(note, type=Metrics)
 
 
 def _create(backend: str, settings: TrainEngineConfig, mesh: Mesh | None) -> TrainEngine:

@@ -40,8 +40,7 @@ NUM_LOOKS: Final = 3
 MAX_LOOKS: Final = 7
 JOIN_THREADS_S: Final = 3.0
 REPLACED: Final = ("killed", "crashed", "raised")
-"""Ends of a process after which torchrun's agents on several hosts, or the supervisor of policy "replace", form the
-group anew."""
+"""Ends of a process after which torchrun's agents, or the supervisor of policy "replace", form the group anew."""
 JOIN_S: Final = 0.05
 JOIN_AT_ONCE_S: Final = 2.0
 FELLOWS_S: Final = 0.3  # for others that fail for the same reason
