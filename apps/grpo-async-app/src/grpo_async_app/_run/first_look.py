@@ -8,7 +8,7 @@ import numpy as np
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._fleet.fleet import Fleet
 from grpo_async_app._roles.groups import SampledGroup
-from offbeat_core import LOGPROB, Fingerprint, Floats
+from offbeat_core import Fingerprint, Floats
 
 _NUM_SAMPLES: Final = 4
 
@@ -32,11 +32,11 @@ async def look_at_mismatch(fleet: Fleet, config: GrpoConfig, groups: Sequence[Sa
     trained: list[Floats] = await fleet.trainer.call("logprobs", sequences, returns=list[Floats], deadline_s=deadline_s)
     errors = []
     for sequence, scored in zip(sequences, trained, strict=True):
-        args = ("inspect", sequence.ids, None, config.rollout.temperature or 1.0)
-        found: dict[str, Floats] = await engines.call(name, *args, returns=dict[str, Floats], deadline_s=deadline_s)
-        if LOGPROB not in found:
+        args = ("score_alone", sequence.ids, config.rollout.temperature or 1.0)
+        alone: Floats | None = await engines.call(name, *args, returns=Floats | None, deadline_s=deadline_s)
+        if alone is None:
             return ""
-        errors.append(np.abs(found[LOGPROB][:, 0] - scored)[sequence.loss_mask])
+        errors.append(np.abs(alone - scored)[sequence.loss_mask])
     held: dict[str, Fingerprint] = await fleet.trainer.call("fingerprints", returns=marks, deadline_s=deadline_s)
     served: dict[str, Fingerprint] = await engines.call(
         name, "fingerprints", list(held), returns=marks, deadline_s=deadline_s
