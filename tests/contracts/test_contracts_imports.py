@@ -1,12 +1,15 @@
 """Light packages stay light, and every package imports and has the names it promises."""
 
+import ast
 import importlib
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from released import declared_names
-from workspace import Package, packages
+from workspace import ROOT, Package, committed_files, packages
 
 PACKAGES = packages()
 LIGHT = {
@@ -67,3 +70,32 @@ def test_commands_import_transformers_only_where_they_need_it(application: str) 
 def test_every_public_name_is_there(package: Package) -> None:
     module = importlib.import_module(package.import_name)
     assert [name for name in declared_names(package) if not hasattr(module, name)] == []
+
+
+def is_there(package: Package, dotted: str) -> bool:
+    """Return whether a dotted name is a module of the package, or written in the module that it would be in.
+
+    Read and not imported: engines are not installed here.
+    """
+    *parents, name = Path(*dotted.split(".")[1:]).parts
+    path = package.source.joinpath(*parents)
+    if (path / name).is_dir() or (path / f"{name}.py").is_file():
+        return True
+    module = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    return module.is_file() and re.search(rf"\b{name}\b", module.read_text()) is not None
+
+
+def test_what_is_imported_from_our_packages_is_there() -> None:
+    """In functions and in tests of the night too, which would find a module that moved a day later."""
+    ours = {package.import_name: package for package in PACKAGES}
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno}: {node.module}.{alias.name}"
+        for path in committed_files()
+        if path.suffix == ".py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level
+        for package in [ours.get(node.module.split(".")[0])]
+        for alias in node.names
+        if package and not is_there(package, f"{node.module}.{alias.name}")
+    ]
+    assert found == []

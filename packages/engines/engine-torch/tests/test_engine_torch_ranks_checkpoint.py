@@ -148,7 +148,7 @@ def test_a_broken_checkpoint_is_refused_on_all_ranks(saved, mesh, tmp_path, brok
 @pytest.mark.mesh(dp=2, compare=False)
 @pytest.mark.parametrize("faulty", [0, 1])
 def test_a_rank_that_cannot_write_is_an_error_on_all(model_folder, mesh, tmp_path, monkeypatch, faulty):
-    from offbeat_engine_torch import _checkpoint
+    from offbeat_engine_torch._state import checkpoint
 
     engine = TorchTrainEngine.create(config(model_folder), mesh)
     if mesh.group("dp").rank == faulty:
@@ -156,6 +156,6 @@ def test_a_rank_that_cannot_write_is_an_error_on_all(model_folder, mesh, tmp_pat
         def full(*_):
             raise OSError(28, "No space left on device")
 
-        monkeypatch.setattr(_checkpoint, "write_moments", full)
+        monkeypatch.setattr(checkpoint, "write_moments", full)
     with pytest.raises((OSError, OffbeatError), match="No space left"):
         engine.save(tmp_path / "saved")
