@@ -25,7 +25,13 @@ from offbeat_rollout_vllm._options import (
     engine_arguments,
     sleep_levels,
 )
-from offbeat_rollout_vllm._setup import installed_engine, is_cpu_build, supported_version
+from offbeat_rollout_vllm._setup import (
+    BATCH_INVARIANT,
+    choose_form,
+    installed_engine,
+    is_cpu_build,
+    supported_version,
+)
 
 README = Path(__file__).parents[1] / "README.md"
 CONFIG = RolloutEngineConfig(model_path="m", tensor_parallel=2, max_running=7, max_model_len=99, dtype="bfloat16")
@@ -270,3 +276,11 @@ def test_a_torchvision_for_cuda_that_does_not_import_is_named_with_what_to_insta
     for ask in (VllmRolloutEngine.check_installed, lambda: VllmRolloutEngine(CONFIG)):
         with pytest.raises(BackendError, match=f"nms does not exist.*pip uninstall torchvision, or .* {line}$"):
             ask()
+
+
+def test_batch_invariance_reaches_vllm_s_processes_whatever_the_user_s_environment_says():
+    config = RolloutEngineConfig(model_path="m", device="cuda:0")
+    for asked, expected in ((True, "1"), (False, None)):
+        options, _ = VllmRolloutOptions.parse({"batch_invariant": asked})
+        form, _ = choose_form(config, options, {}, {}, is_cpu=False)
+        assert form._required.get(BATCH_INVARIANT) == expected

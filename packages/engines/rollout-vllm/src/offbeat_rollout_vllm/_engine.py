@@ -33,6 +33,7 @@ from offbeat_core import (
 from offbeat_rollout_vllm._adapters import Adapters, read_peft_adapter
 from offbeat_rollout_vllm._control import EngineControl
 from offbeat_rollout_vllm._inspection import Inspector
+from offbeat_rollout_vllm._invariance import check_batch_invariance
 from offbeat_rollout_vllm._options import remove_shared_memory
 from offbeat_rollout_vllm._requests import (
     Requests,
@@ -108,18 +109,21 @@ class VllmRolloutEngine:
         Raises:
             BackendError: vLLM is not installed, or in a version that is not supported.
             ModelError: the folder is missing or corrupt.
-            ConfigError: an option or device that cannot be.
+            ConfigError: an option or device that cannot be, or batches that change numbers though none may.
             DeadlineError: the engine did not start in time.
         """
         engine = cls(config)
         await engine._start()
         first = engine._setup.first_weights()
-        if first is not None:
-            try:
+        try:
+            if first is not None:
                 await engine.update_weights(first, 0)
-            except BaseException:
-                await engine.close()
-                raise
+            if engine._setup.is_batch_invariant:
+                vocab_size, max_model_len = engine._folder.vocab_size, config.max_model_len
+                await check_batch_invariance(engine._run, vocab_size, max_model_len, config.max_running)
+        except BaseException:
+            await engine.close()
+            raise
         return engine
 
     async def _start(self) -> None:

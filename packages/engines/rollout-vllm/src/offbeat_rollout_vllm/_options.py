@@ -90,6 +90,11 @@ class VllmRolloutOptions:
     start_deadline_s: float = setting(600.0, "The engine must serve after this time.", "s", gt=0)
     worker_deadline_s: float = setting(300.0, "A worker must answer one call within this time.", "s", gt=0)
     bucket_mb: int = setting(64, "Weights travel to the workers in buckets of this size, two at a time.", "MiB", ge=1)
+    batch_invariant: bool = setting(
+        False,
+        "A sample's numbers do not depend on the samples beside it: vLLM takes kernels that add up in one order, and "
+        "it is proved at the start. On a GPU; slower.",
+    )
     any_version: bool = setting(False, "Start on a version of vLLM that is not in the table, at your own risk.")
     engine: dict[str, Any] = field(default_factory=dict, metadata={METADATA_KEY: None})
 

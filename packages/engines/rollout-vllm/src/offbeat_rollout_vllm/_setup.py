@@ -1,5 +1,6 @@
 """Settings of an engine, checked against the model folder and the installed vLLM; nothing is started yet."""
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from offbeat_core import (
     BackendError,
     CacheBudget,
     CacheNeeds,
+    ConfigError,
     EngineNeeds,
     HeldBytes,
     ModelFolder,
@@ -47,6 +49,16 @@ from offbeat_rollout_vllm._options import (
 )
 from offbeat_rollout_vllm._workers import WorkerTraces
 
+BATCH_INVARIANT: Final = "VLLM_BATCH_INVARIANT"
+"""Environment variable with which vLLM takes kernels that add up in one order, whatever the batch.
+
+Source: vllm 0.32.0, vllm/model_executor/determinism/batch_invariant.py (init_batch_invariance), which workers on CUDA,
+ROCm and XPU call, and workers on a CPU do not.
+"""
+NO_INVARIANT_KERNELS: Final = (
+    f"options.batch_invariant ({BATCH_INVARIANT}) needs a device, and {{engine}} is built for CPUs, where vLLM has no "
+    "kernels for it: leave it out; the embedded engine has exact numerics on a CPU"
+)
 LIBRARY: Final = "vllm"
 """Name by which devices know the engine."""
 
@@ -158,9 +170,9 @@ def choose_form(
 ) -> tuple[EngineForm, int]:
     arguments = {**engine_arguments(config, options, is_cpu=is_cpu), **extra}
     num_workers = config.tensor_parallel
-    variables = start_variables(config, num_workers, is_cpu=is_cpu) | (
-        READABLE_KERNELS if config.weight_format == FP8 else {}
-    )
+    variables = start_variables(config, num_workers, is_cpu=is_cpu)
+    variables |= READABLE_KERNELS if config.weight_format == FP8 else {}
+    required = {**required, **({BATCH_INVARIANT: "1"} if options.batch_invariant else {})}
     if options.form == "async" or (options.form == "auto" and not is_cpu):
         return AsyncForm(arguments, variables, required), num_workers
     return InProcessForm(arguments, variables, required, config.num_threads), num_workers
@@ -171,6 +183,7 @@ class Setup:
 
     Attributes:
         folder: of the model; says what an update must bring.
+        is_batch_invariant: it is asked for, by the option or by vLLM's own environment variable.
         holds_blocks: the engine holds FP8 blocks as such; else as the values that they stand for.
         returns_routes: it is asked for the experts of each token.
     """
@@ -185,8 +198,11 @@ class Setup:
         self.config, self.folder = replace(config, model_path=str(path)), served_folder(path)
         model = read_model_json(path / "config.json")
         check_router(model)
+        self.is_batch_invariant = options.batch_invariant or os.environ.get(BATCH_INVARIANT, "0") not in ("", "0")
         is_cpu, self.limits = is_cpu_build(name, version), AdapterLimits.read(options.engine)
         if is_cpu:
+            if self.is_batch_invariant:
+                raise ConfigError(NO_INVARIANT_KERNELS.format(engine=f"{name} {version}"))
             options, left_out = drop_expert_layouts(options)
             self.notices += left_out
         self.options, self.is_fp8 = options, config.weight_format == FP8

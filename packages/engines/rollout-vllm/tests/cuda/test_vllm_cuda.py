@@ -103,3 +103,20 @@ def test_weights_wake_alone_take_an_update_and_the_cache_follows(tmp_path):
         assert (await engine.generate(REQUEST))[0].oldest_version == 1
 
     run(folder, check)
+
+
+def test_batch_invariance_is_proved(tmp_path):
+    """At the start, which fails otherwise."""
+    config = RolloutEngineConfig(
+        model_path=str(tiny_model(tmp_path / "model", hidden_size=256)),
+        device="cuda:0",
+        max_model_len=512,
+        max_running=8,
+        options={**OPTIONS, "batch_invariant": True, "form": "async"},
+    )
+
+    async def start():
+        engine = await VllmRolloutEngine.create(config)
+        await engine.close()
+
+    asyncio.run(start())
