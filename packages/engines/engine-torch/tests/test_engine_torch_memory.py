@@ -63,7 +63,7 @@ KINDS = ["linear_attention"] * 3 + ["full_attention"]
 @pytest.mark.filterwarnings("ignore:Module is None")  # torch's tracker warns of modules in the backward pass
 @pytest.mark.parametrize("recomputes", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("family", [Qwen3_5TextConfig, OlmoHybridConfig])
+@pytest.mark.parametrize("family", [Qwen3_5TextConfig, pytest.param(OlmoHybridConfig, marks=pytest.mark.nightly)])
 def test_the_tensors_of_a_step_grow_with_its_tokens_as_the_plan_says(family, dtype, recomputes, tmp_path):
     """Measure a model with the gated delta rule, in sequences of four whole chunks, with what the head needs."""
     torch.manual_seed(0)

@@ -160,7 +160,7 @@ UPDATES = {
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"dp": 4}, {"dp": 2, "cp": 2}, pytest.param({"cp": 4}, marks=pytest.mark.nightly)],
+    [{"dp": 2, "cp": 2}, *(pytest.param(axes, marks=pytest.mark.nightly) for axes in ({"dp": 4}, {"cp": 4}))],
     ids=name_run,
     indirect=True,
 )

@@ -88,8 +88,9 @@ def test_one_process_goes_on(saved, make_groups, weighted_loss, written_by):
     assert_continues(TorchTrainEngine.create(settings), saved, root / written_by, make_groups, weighted_loss)
 
 
-READERS = [({"dp": 2}, "dp4"), ({"dp": 2}, "dp2-tp2"), ({"dp": 2}, "one"), ({"dp": 4}, "dp2-tp2")]
-READERS += [({"dp": 2, "tp": 2}, "dp4"), ({"dp": 2, "tp": 2}, "dp2-tp2")]
+READERS = [({"dp": 2}, "dp4"), ({"dp": 2}, "one"), ({"dp": 2, "tp": 2}, "dp4")]
+OTHER_READERS = [({"dp": 2}, "dp2-tp2"), ({"dp": 4}, "dp2-tp2"), ({"dp": 2, "tp": 2}, "dp2-tp2")]
+READERS += [pytest.param(*each, marks=pytest.mark.nightly) for each in OTHER_READERS]
 
 
 @pytest.mark.parametrize(("mesh", "written_by"), READERS, ids=str, indirect=["mesh"])

@@ -195,6 +195,7 @@ def test_a_tower_that_runs_in_one_micro_batch_is_added_up_with_the_last(pictured
 STEPS = 50
 
 
+@pytest.mark.nightly
 @pytest.mark.mesh(dp=2)
 def test_gradients_added_up_in_bfloat16_are_half_the_bytes_and_learn_alike(model_folder, mesh, weighted_loss):
     sent, found = [], []

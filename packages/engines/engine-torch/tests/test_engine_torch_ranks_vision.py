@@ -50,7 +50,9 @@ def qwen3(tmp_path_factory):
     return tiny_vision_model(tmp_path_factory.mktemp("ranks-vision") / "model")
 
 
-@pytest.fixture(scope="module", params=[True, False], ids=["trained", "frozen"])
+@pytest.fixture(
+    scope="module", params=[True, pytest.param(False, marks=pytest.mark.nightly)], ids=["trained", "frozen"]
+)
 def run(request, folder, weighted_loss):
     """Settings, updates, and what one process makes of them."""
     updates = [Pictures(folder).groups(counts, samples=1) for counts in UPDATES.values()]
