@@ -196,7 +196,7 @@ STEPS = 50
 
 
 @pytest.mark.nightly
-@pytest.mark.mesh(dp=2)
+@pytest.mark.mesh(dp=2, deadline_s=100)
 def test_gradients_added_up_in_bfloat16_are_half_the_bytes_and_learn_alike(model_folder, mesh, weighted_loss):
     sent, found = [], []
     for reduce_dtype in ("float32", "bfloat16"):
