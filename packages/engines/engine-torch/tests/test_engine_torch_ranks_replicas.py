@@ -25,6 +25,7 @@ def folder(tmp_path_factory):
     ids=str,
     indirect=True,
 )
+@pytest.mark.mesh(deadline_s=100)
 def test_replicas_train_as_one_process_and_stay_alike(mesh, folder, tmp_path, make_groups):
     """Loss, norm of gradients, weights, log-probabilities; moments of replicas bit for bit; a checkpoint of one."""
     settings = config(folder, options=REPLICAS)
