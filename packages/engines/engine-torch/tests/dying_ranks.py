@@ -101,11 +101,11 @@ class Life:
             current_world().abandon()
         store = _connect(int(self.store.get(f"port-{number}")))  # ranks of a world have joined over its store as often
         world = join_world(rank=rank, size=self.size, store=store, device="cpu", deadline_s=DEADLINE_S)
-        self.engine = TorchTrainEngine.create(self.config, Mesh(**self.axes))
         if number == 0:
+            self.engine = TorchTrainEngine.create(self.config, Mesh(**self.axes))
             self.engine.keep_copies(0, b"{}")
             return 0
-        version, note = self.engine.recover(copies)
+        self.engine, version, note = TorchTrainEngine.recover(self.config, Mesh(**self.axes), copies)
         self.losses = {int(key): value for key, value in json.loads(note).items()}
         assert world is current_world()
         return version

@@ -5,6 +5,8 @@ from dying_ranks import Death, train
 
 from offbeat_core import ConfigError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
+from offbeat_engine_torch._family_check import FamilyCheck
+from offbeat_testing import tiny_model
 
 EVERYWHERE = (
     Death("forward", 1, (0,)),
@@ -35,6 +37,10 @@ def update(make_groups, weighted_loss):
         return loss
 
     return do
+
+
+def weights_of(engine):
+    return {name: tensor.numpy().tobytes() for name, tensor in engine.weights()}
 
 
 def assert_ends_alike(settings, axes, deaths, update, num_updates=3):
@@ -73,6 +79,14 @@ CHANGES = {
 
 
 @pytest.mark.nightly
+@pytest.mark.parametrize("changes", [{}, {"lora_rank": 4}, {"options": {"router_bias_rate": 0.01}}], ids=str)
+def test_routers_change_nothing_of_that(tmp_path, update, changes):
+    """They are watched again to find out how they choose; biases that steps move are no parameters."""
+    folder = tiny_model(tmp_path, "glm4_moe")
+    assert_ends_alike(config(folder, **changes), {"dp": 2}, [Death("step", 2, (1,))], update)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
 def test_settings_of_the_optimizer_change_nothing_of_that(model_folder, update, changes):
     assert_ends_alike(config(model_folder, **changes), {"dp": 2}, [Death("step", 2, (1,))], update)
@@ -102,3 +116,28 @@ def test_what_copies_take_is_planned(model_folder, mesh, update):
     trained = sum(parameter.numel() for parameter in engine._optimizer.parameters.values())
     planned = TorchTrainEngine.plan(settings, 2).copied_bytes * trained
     assert 2 * (pair.own.numel() + pair.peers.numel()) == pytest.approx(planned, rel=0.1)
+
+
+LIMITED = {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}}
+LIMITED |= {"max_position_embeddings": 64}
+
+
+@pytest.fixture(scope="module")
+def limited_folder(tmp_path_factory):
+    return tiny_model(tmp_path_factory.mktemp("limited"), "llama", config=LIMITED)
+
+
+@pytest.mark.mesh(dp=2, compare=False)
+def test_what_is_known_of_a_model_is_neither_read_nor_checked_again(limited_folder, mesh, update, monkeypatch):
+    engine = TorchTrainEngine.create(config(limited_folder), mesh)
+    update(engine, 1)
+    engine.keep_copies(1, b"note")
+    limit, wanted = engine._policy.limit, weights_of(engine)
+    monkeypatch.setattr(FamilyCheck, "run", None)
+    monkeypatch.setattr("offbeat_engine_torch._policy.read_weights", None)
+    made, *found = TorchTrainEngine.recover(config(limited_folder), mesh, engine.copies if mesh.rank else None)
+    assert found == [1, b"note"]
+    assert limit is not None
+    assert made._policy.limit == limit
+    assert weights_of(made) == wanted
+    assert update(made, 2) == update(engine, 2)

@@ -3,13 +3,12 @@
 import gc
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
-import msgspec
 import numpy as np
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from grpo_async_app._config.critic import CRITIC_FOLDER
 from grpo_async_app._config.sections import GrpoConfig
 from grpo_async_app._roles.batches import after_a_step, build_batches, without_routes
+from grpo_async_app._roles.copies import Copies
 from grpo_async_app._roles.groups import SampledGroup
 from grpo_async_app._roles.process_memory import resident_bytes
 from offbeat_core import (
@@ -28,7 +28,6 @@ from offbeat_core import (
     Metric,
     Metrics,
     ModelError,
-    RecoverableTrainEngine,
     RoleName,
     SleepingTrainEngine,
     TensorSpec,
@@ -114,12 +113,16 @@ class TrainerRole:
             log_line("waits for the place of a rank")
             return
         mesh = self._join(rendezvous)
-        self._make_engines(mesh)
+        self._engine, self._critic = _create(config.engine.backend, self._settings, mesh), None
+        if config.algorithm.needs_critic:
+            self._critic = _create(config.critic.backend, self._critic_settings, mesh)
+        self._know_engine()
+        self._lay_out({part: self._specs_of(part) for part in config.rollout.weight_parts})
         if checkpoint:
             self._engine.load(Path(checkpoint))
             if self._critic is not None:
                 self._critic.load(Path(checkpoint) / CRITIC_FOLDER)
-        self._copies = Copies.of(self._engine)
+        self._copies = Copies.of(self._engine, self._specs)
         if self._copies is not None:
             self._copies.keep(0, {})
         log_loaded(checkpoint or model_path, self._settings.dtype, began_s)
@@ -133,16 +136,17 @@ class TrainerRole:
         stall_after_s = self._config.liveness.stall_after_s
         return rendezvous.join(device, name=str(self._role), stall_after_s=stall_after_s) if rendezvous else None
 
-    def _make_engines(self, mesh: Mesh | None) -> None:
-        """Load the models, and find out what travels to the samplers."""
+    def _know_engine(self) -> None:
+        """Keep what the engine says of its model."""
         config = self._config
-        self._engine, self._critic = _create(config.engine.backend, self._settings, mesh), None
-        if config.algorithm.needs_critic:
-            self._critic = _create(config.critic.backend, self._critic_settings, mesh)
         self._replays = self._follows_routes(config.rollout.replay_routes)
         self._trace = make_trace(config.profile.plan(self._role, Path(self._trace_folder)), config.engine.device)
         self._in_float32: frozenset[str] = getattr(self._engine, "float32_weights", frozenset())
-        self._plans = {part: self._plan_of(part) for part in config.rollout.weight_parts}
+
+    def _lay_out(self, specs: Mapping[WeightPart, Sequence[TensorSpec]]) -> None:
+        """Plan how the tensors of each part travel to the samplers."""
+        self._specs = specs
+        self._plans = {part: BucketPlan.build(each, self._rollout.sync_bucket_bytes) for part, each in specs.items()}
 
     def _open_senders(self, socket_paths: list[str]) -> None:
         """Offer the weights to the engines that fetch them from this rank."""
@@ -176,14 +180,16 @@ class TrainerRole:
             self._engine.close()
             del self._engine
             world.abandon()
-        gc.unfreeze()  # what the actor has built at its start, and FSDP ties in circles
-        gc.collect()
-        self._make_engines(self._join(rendezvous))
-        self._copies = Copies.of(self._engine)
-        assert self._copies is not None
-        self._copies.recover(held)
+            gc.unfreeze()  # what the actor has built at its start, and FSDP ties in circles
+            gc.collect()
+        backend, mesh = load_backend("offbeat.engine", self._config.engine.backend), self._join(rendezvous)
+        self._copies = Copies.recovered(*backend.recover(self._settings, mesh, held))
+        self._engine = self._copies.engine
         gc.freeze()
         if is_new:
+            self._critic = None
+            self._know_engine()
+            self._lay_out(self._copies.specs)
             self._open_senders(socket_paths)
         seconds = time.monotonic() - began_s
         log_line(f"{self._role} goes on from the state of update {self._copies.version}, after {seconds:.1f} s")
@@ -201,12 +207,11 @@ class TrainerRole:
             log_line(f"rollout.replay_routes = {wanted}: the trainer chooses experts itself, as {problem}")
         return wanted != "off" and not problem
 
-    def _plan_of(self, part: WeightPart) -> BucketPlan:
-        """Return the tensors of a part as they travel."""
+    def _specs_of(self, part: WeightPart) -> list[TensorSpec]:
+        """Describe the tensors of a part as they travel; a call of all ranks."""
         described = describe_tensors(self._gather(part), self._rollout.dtype)
         specs = [replace(spec, dtype="float32") if spec.name in self._in_float32 else spec for spec in described]
-        travelling = fp8_specs(specs, self._is_fp8) if self._as_fp8(part) else specs
-        return BucketPlan.build(travelling, self._rollout.sync_bucket_bytes)
+        return fp8_specs(specs, self._is_fp8) if self._as_fp8(part) else specs
 
     def _is_fp8(self, spec: TensorSpec) -> bool:
         return is_fp8_weight(spec) and spec.name not in self._in_float32
@@ -406,42 +411,6 @@ class TrainerRole:
         if world := current_world():
             world.leave()
         log_line("ended")
-
-
-class Copies:
-    """Copies of this rank's state, and of another's.
-
-    Args:
-        engine: that makes them.
-
-    Attributes:
-        version: updates that the newest has had.
-        metrics: of the last of them.
-    """
-
-    def __init__(self, engine: RecoverableTrainEngine) -> None:
-        self._engine, self.version = engine, 0
-        self.metrics: Metrics = {}
-
-    @classmethod
-    def of(cls, engine: TrainEngine) -> "Copies | None":
-        """Return those of an engine; None where it keeps none."""
-        return cls(engine) if isinstance(engine, RecoverableTrainEngine) and engine.copies is not None else None
-
-    @property
-    def held(self) -> Any:
-        """Return the copies, which outlive the engine."""
-        return self._engine.copies
-
-    def keep(self, version: int, metrics: Metrics) -> None:
-        """Copy the state after an update; a call of all ranks."""
-        self._engine.keep_copies(version, msgspec.msgpack.encode(metrics))
-        self.version, self.metrics = version, metrics
-
-    def recover(self, held: Any) -> None:
-        """Give the engine, made anew, the newest state that all ranks have had; a call of all ranks."""
-        self.version, note = self._engine.recover(held)
-        self.metrics = msgspec.msgpack.decode(note, type=Metrics)
 
 
 def _create(backend: str, settings: TrainEngineConfig, mesh: Mesh | None) -> TrainEngine:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import ClassVar
+from typing import ClassVar, Final, Self
 
 import torch
 from torch import Tensor
@@ -43,7 +43,7 @@ from offbeat_engine_torch._optimizer import make_optimizer
 from offbeat_engine_torch._parallel.ranks import Ranks, ShardedRanks, SingleRank
 from offbeat_engine_torch._parallel.sharding import add_up_gradients, free_gathered, partial_gradients
 from offbeat_engine_torch._pieces import collect_gradients, memory_of
-from offbeat_engine_torch._policy import FORMATS, Policy, make_policy
+from offbeat_engine_torch._policy import FORMATS, Known, Policy, make_policy
 from offbeat_engine_torch._reduction import choose_reduce_once
 from offbeat_engine_torch._state.checkpoint import (
     export_weights,
@@ -52,7 +52,7 @@ from offbeat_engine_torch._state.checkpoint import (
     load_state,
     save_state,
 )
-from offbeat_engine_torch._state.copies import PeerCopies, pack_state, unpack_state
+from offbeat_engine_torch._state.copies import PackedState, PeerCopies, pack_state
 from offbeat_mesh import Group, Mesh
 from offbeat_training import (
     ClippedAdamW,
@@ -69,6 +69,8 @@ from offbeat_training import (
     with_loss_tokens,
     without_lora,
 )
+
+_EVERYONE: Final = ("dp", "cp", "tp")
 
 
 class TorchTrainEngine(StepCounts):
@@ -137,7 +139,7 @@ class TorchTrainEngine(StepCounts):
         return plan_layout(config, num_ranks)
 
     @classmethod
-    def create(cls, config: TrainEngineConfig, mesh: Mesh | None = None) -> "TorchTrainEngine":
+    def create(cls, config: TrainEngineConfig, mesh: Mesh | None = None) -> Self:
         """Load the model and make the optimizer.
 
         Args:
@@ -150,6 +152,11 @@ class TorchTrainEngine(StepCounts):
             ConfigError: the device is not here, or a setting or option is out of range.
             ModelError: the model folder is missing, corrupt, or of a family that is not supported.
         """
+        return cls._make(config, mesh)
+
+    @classmethod
+    def _make(cls, config: TrainEngineConfig, mesh: Mesh | None, known: PackedState | None = None) -> Self:
+        """Make the engine; of a `known` state it has the weights, and `restore` gives it the rest."""
         options = TorchEngineOptions.parse(config.options)
         check_schedule(config)
         check_optimizer(config, options)
@@ -163,8 +170,21 @@ class TorchTrainEngine(StepCounts):
             torch.set_num_threads(config.num_threads)
         torch.manual_seed(config.seed)
         ranks = SingleRank() if mesh is None else ShardedRanks(mesh, device.torch_device, split_replicas(mesh, options))
-        policy = make_policy(config, options, device, ranks, mesh)
+        start = Known(fill=known.fill, limit=known.limit) if known else None
+        policy = make_policy(config, options, device, ranks, mesh, start)
         return cls(config, options, device, policy, ranks, mesh)
+
+    @classmethod
+    def recover(cls, config: TrainEngineConfig, mesh: Mesh, copies: PeerCopies | None) -> tuple[Self, int, bytes]:
+        """Make the engine anew, in the state from which all ranks can continue; see `RecoverableTrainEngine`."""
+        copies = copies or PeerCopies()
+        version = copies.recover(mesh.group(*_EVERYONE))
+        state = PackedState(copies.held[version].own)
+        engine = cls._make(config, mesh, state)
+        state.restore(engine._optimizer, engine._device)
+        engine.copies, engine._steps.refused = copies, state.steps_refused
+        engine._clear_gradients()  # routers have counted, if their family was checked
+        return engine, version, state.note
 
     def forward_backward(self, sequences: Sequence[TrainSequence], loss: LossFunction) -> Metrics:
         """Add up gradients of the summed loss, one micro-batch at a time.
@@ -330,16 +350,6 @@ class TorchTrainEngine(StepCounts):
         state = pack_state(self._policy, self._optimizer, self._device, self.steps_refused, note)
         self.copies.keep(version, state, self._everyone)
 
-    def recover(self, copies: PeerCopies | None) -> tuple[int, bytes]:
-        """Take the state from which all ranks can continue; see `RecoverableTrainEngine`."""
-        self.copies = copies or PeerCopies()
-        version = self.copies.recover(self._everyone)
-        self._steps.refused, note = unpack_state(
-            self.copies.held[version].own, self._policy, self._optimizer, self._device
-        )
-        self._clear_gradients()  # they are of other weights
-        return version, note
-
     def sleep(self, level: int) -> None:
         """Give memory back: level 1 moments and the first policy, level 2 the weights too.
 
@@ -378,7 +388,7 @@ class TorchTrainEngine(StepCounts):
     @property
     def _everyone(self) -> Group:
         assert self._mesh is not None
-        return self._mesh.group("dp", "cp", "tp")
+        return self._mesh.group(*_EVERYONE)
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters that this engine alone holds, and those that FSDP holds too, all of one kind."""

@@ -49,6 +49,11 @@ class Piece(CutTensor):
         return self.name.endswith(ADAPTER_SIDES)
 
     @property
+    def changes(self) -> bool:
+        """Return whether an update changes it: a trained parameter, or what may be a router's bias."""
+        return self.shared or self.parameter.requires_grad
+
+    @property
     def dtype(self) -> torch.dtype:
         """Return the format of the values."""
         return torch.bfloat16 if self.packed else self.local.dtype

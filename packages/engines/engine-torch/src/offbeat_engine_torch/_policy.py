@@ -4,8 +4,9 @@ Shapes: T tokens, N loss tokens, V vocabulary (of this rank, where it is cut).
 """
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -69,12 +70,26 @@ _INITIAL_SPREAD: Final = 0.02
 FORMATS = {"float32": None, "bfloat16": torch.bfloat16}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Known:
+    """Knowledge of a model from ranks that have trained it, for those that are made anew.
+
+    Args:
+        fill: gives their values to pieces that updates change.
+        limit: as the check of the family has found it, so that it is not made again.
+    """
+
+    fill: Callable[[Sequence[Piece]], None]
+    limit: LengthLimit | None
+
+
 class Policy:
     """One set of weights on one device, or this rank's part of it.
 
     Attributes:
         is_compiled: its decoder layers run compiled.
         routers: its routers' choices.
+        limit: the longest sequence that it computes as its family does; None for any length.
     """
 
     def __init__(
@@ -88,7 +103,7 @@ class Policy:
         limit: LengthLimit | None = None,
         compiled: CompiledLayers | None = None,
     ) -> None:
-        self.model, self.pieces, self.routers, self._limit = model, pieces, routers, limit
+        self.model, self.pieces, self.routers, self.limit = model, pieces, routers, limit
         self.is_compiled = compiled is not None and compiled.runs
         self._vision = model.vision.inputs(config.model_path) if model.vision else None
         self.images: ImageInputs = self._vision or NoImages()
@@ -109,8 +124,8 @@ class Policy:
             ModelError: with what was found.
         """
         check_token_ids(sequences, self.vocabulary_size)
-        if self._limit:
-            self._limit.check(sequences)
+        if self.limit:
+            self.limit.check(sequences)
         self.images.check(sequences)
         self.model.routing.check(sequences, type(self.model.whole).__name__)
 
@@ -178,14 +193,22 @@ class Policy:
 
 
 def make_policy(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, ranks: Ranks, mesh: Mesh | None
+    config: TrainEngineConfig,
+    options: TorchEngineOptions,
+    device: Device,
+    ranks: Ranks,
+    mesh: Mesh | None,
+    known: Known | None = None,
 ) -> Policy:
-    """Load the model of `config`, or this rank's part of it, with new adapters where `lora_rank` asks for them."""
+    """Load the model of `config`, or this rank's part of it, with new adapters where `lora_rank` asks for them.
+
+    All ranks know the model, or none does.
+    """
     with ranks.together("load model"):
         if mesh is None:
             model, pieces = _load_whole(config, options, device)
         else:
-            model, pieces = _load_parts(config, options, device, mesh, ranks)
+            model, pieces = _load_parts(config, options, device, mesh, ranks, known)
         device.adapt(model.whole)
         routers = Routers(
             model.whole,
@@ -205,15 +228,18 @@ def make_policy(
             log.warning("option offload_activations does nothing where activation_checkpointing is false")
         is_rounded = (mesh is not None and mesh.group("dp", "cp").size > 1) or holds_base_in_bfloat16(config, options)
         read_in = FORMATS[config.dtype] if is_rounded or options.is_exact else None
-        with model.routing.watch():
-            limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
+        if known and not model.routing.has_routers:  # these show in the check how they choose
+            limit = known.limit
+        else:
+            with model.routing.watch():
+                limit = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=read_in).run()
         if compiled:
             check = FamilyCheck(model=model, folder=folder, kernel=kernel, autocast=FORMATS[config.dtype])
             compiled.start(check, ranks, required=options.compile_layers == "on")
         free_gathered(model)
-    if limit and ranks.leader:
+    if limit and ranks.leader and not known:
         log.warning("%s: sequences of more than %d tokens will be refused: %s", folder, limit.num_tokens, limit.reason)
-    if ranks.leader and (missing := missing_kernels(model.whole, config.dtype)):
+    if ranks.leader and not known and (missing := missing_kernels(model.whole, config.dtype)):
         log.warning(
             "%s: torch computes the gated delta rule, which is slower than kernels: install %s", folder, missing
         )
@@ -273,7 +299,12 @@ def _outline_frozen(config: TrainEngineConfig, options: TorchEngineOptions, devi
 
 
 def _load_parts(
-    config: TrainEngineConfig, options: TorchEngineOptions, device: Device, mesh: Mesh, ranks: Ranks
+    config: TrainEngineConfig,
+    options: TorchEngineOptions,
+    device: Device,
+    mesh: Mesh,
+    ranks: Ranks,
+    known: Known | None,
 ) -> tuple[CausalModel, list[Piece]]:
     """Cut the model over the mesh; each rank only ever holds its own part and one layer."""
     assert isinstance(ranks, ShardedRanks)
@@ -300,7 +331,10 @@ def _load_parts(
     if mesh.axes["cp"] > 1:
         check_context_parallel(model.whole.config, mesh.axes["cp"])
         model.context = PackShare.of(mesh, num_heads=model.num_heads // tp.size)
-    _fill(model, pieces, config, ranks)
+    if known is None or not all(piece.changes for piece in pieces):
+        _fill(model, pieces, config, ranks)
+    if known:
+        known.fill(pieces)
     return model, pieces
 
 

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Generic, Literal, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Literal, Protocol, Self, TypeVar, runtime_checkable
 
 import numpy as np
 
@@ -158,14 +158,19 @@ class RecoverableTrainEngine(TrainEngine, Protocol):
             note: kept with this rank's state.
         """
 
-    def recover(self, copies: Any) -> tuple[int, bytes]:
-        """Take the newest state of which every part is left, in an engine that was made anew.
+    @classmethod
+    def recover(cls, config: "TrainEngineConfig", mesh: Any, copies: Any) -> tuple[Self, int, bytes]:
+        """Make the engine anew in the newest state of which every part is left, in place of `create`.
+
+        What a model was checked for when it was created is not checked again.
 
         Args:
+            config: as it was created with, on all ranks.
+            mesh: of the ranks, as many as before, each in the place that it had.
             copies: of this rank's engine before; None on a rank that takes the place of one that has died.
 
         Returns:
-            Its version, and the note that this rank gave, or the one whose place it takes.
+            The engine, the version of its state, and the note that this rank gave, or the one whose place it takes.
 
         Raises:
             OffbeatError: there is no such state: a rank has died together with the one that held its copy.

@@ -37,6 +37,11 @@ class Routing:
         self._num_layers = int(getattr(whole.config.get_text_config(), "num_hidden_layers", 0)) if found else 0
         self.problem = "" if self._routers else "the model has no routers that this engine knows"
 
+    @property
+    def has_routers(self) -> bool:
+        """Return whether there are any."""
+        return bool(self._routers)
+
     @contextmanager
     def watch(self) -> Iterator[None]:
         """Learn from the passes of the block how each router chooses; see `problem`."""

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from offbeat_core import ModelError, OffbeatError
 from offbeat_device import Device
+from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy
 from offbeat_mesh import Group
@@ -40,6 +41,7 @@ class _About(msgspec.Struct, frozen=True):
 
     Args:
         steps: updates of each parameter that has moments.
+        limit: as the check of the family has found it.
         note: of the caller.
     """
 
@@ -47,6 +49,7 @@ class _About(msgspec.Struct, frozen=True):
     steps: dict[str, float]
     steps_taken: int
     steps_refused: int
+    limit: LengthLimit | None
     note: bytes
 
 
@@ -131,14 +134,9 @@ def _ship(ranks: Group, sent: Mapping[int, Tensor], coming: Mapping[int, int]) -
     return dict.fromkeys(coming, arrived)
 
 
-def _copied_pieces(policy: Policy) -> list[Piece]:
-    """Return what an update changes: trained parameters, and routers' biases. The rest is read from the model."""
-    return [piece for piece in policy.pieces if piece.shared or piece.parameter.requires_grad]
-
-
 def pack_state(policy: Policy, optimizer: ClippedAdamW, device: Device, steps_refused: int, note: bytes) -> Tensor:
     """Return a rank's state as [n] uint8 in main memory."""
-    pieces = _copied_pieces(policy)
+    pieces = [piece for piece in policy.pieces if piece.changes]  # the rest is read from the model
     steps = {name: found for name in optimizer.parameters if (found := optimizer.steps_of(name)) is not None}
     random = random_state(device)
     entries = [_entry(f"weight.{piece.name}", piece.local.dtype, piece.local.shape) for piece in pieces]
@@ -146,7 +144,7 @@ def pack_state(policy: Policy, optimizer: ClippedAdamW, device: Device, steps_re
         shape = optimizer.parameters[name].shape
         entries += [_entry(f"{moment}.{name}", torch.float32, shape) for moment in optimizer.moments_of(name)]
     entries += [_entry(name, tensor.dtype, tensor.shape) for name, tensor in random.items()]
-    head = msgspec.msgpack.encode(_About(entries, steps, optimizer.steps_taken, steps_refused, note))
+    head = msgspec.msgpack.encode(_About(entries, steps, optimizer.steps_taken, steps_refused, policy.limit, note))
     packed = torch.zeros(_end_of(head, entries), dtype=torch.uint8)
     packed[:8] = torch.tensor([len(head)]).view(torch.uint8)
     packed[8 : 8 + len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
@@ -161,28 +159,50 @@ def pack_state(policy: Policy, optimizer: ClippedAdamW, device: Device, steps_re
     return packed
 
 
-@torch.no_grad()
-def unpack_state(packed: Tensor, policy: Policy, optimizer: ClippedAdamW, device: Device) -> tuple[int, bytes]:
-    """Take a state that `pack_state` has packed; return the steps refused, and the note.
+class PackedState:
+    """A state that `pack_state` has packed, read where it lies.
 
-    Raises:
-        ModelError: it is of another model.
+    Args:
+        packed: its bytes.
+
+    Attributes:
+        limit: as the check of the family has found it.
+        steps_refused: by the optimizer, until then.
+        note: of the caller.
     """
-    size = int(packed[:8].view(torch.int64))
-    about = msgspec.msgpack.decode(packed[8 : 8 + size].numpy().tobytes(), type=_About)
-    found = dict(zip([entry.name for entry in about.entries], _places(packed, size, about.entries), strict=True))
-    for piece in _copied_pieces(policy):
-        copy = found.get(f"weight.{piece.name}")
-        if copy is None or copy.shape != piece.local.shape:
-            raise ModelError(f"the copy of this rank's state is of another model, or of other ranks: {piece.name}")
-        piece.local.copy_(copy)
-    states = (
-        (name, steps, {each: _own(found[f"{each}.{name}"], optimizer, name) for each in optimizer.moments_of(name)})
-        for name, steps in about.steps.items()
-    )
-    optimizer.load_state(states, about.steps_taken)
-    restore_random_state(found, device)
-    return about.steps_refused, about.note
+
+    def __init__(self, packed: Tensor) -> None:
+        size = int(packed[:8].view(torch.int64))
+        self._about = about = msgspec.msgpack.decode(packed[8 : 8 + size].numpy().tobytes(), type=_About)
+        self._found = dict(
+            zip([each.name for each in about.entries], _places(packed, size, about.entries), strict=True)
+        )
+        self.limit, self.steps_refused, self.note = about.limit, about.steps_refused, about.note
+
+    @torch.no_grad()
+    def fill(self, pieces: Sequence[Piece]) -> None:
+        """Give their values to pieces that updates change.
+
+        Raises:
+            ModelError: it is of another model.
+        """
+        for piece in pieces:
+            if not piece.changes:
+                continue
+            copy = self._found.get(f"weight.{piece.name}")
+            if copy is None or copy.shape != piece.local.shape:
+                raise ModelError(f"the copy of this rank's state is of another model, or of other ranks: {piece.name}")
+            piece.local.copy_(copy)
+
+    def restore(self, optimizer: ClippedAdamW, device: Device) -> None:
+        """Give the optimizer its moments, and random generators their state."""
+        found, about = self._found, self._about
+        states = (
+            (name, steps, {each: _own(found[f"{each}.{name}"], optimizer, name) for each in optimizer.moments_of(name)})
+            for name, steps in about.steps.items()
+        )
+        optimizer.load_state(states, about.steps_taken)
+        restore_random_state(found, device)
 
 
 def _own(moment: Tensor, optimizer: ClippedAdamW, name: str) -> Tensor:
