@@ -22,7 +22,7 @@ from collections import Counter
 from functools import wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -156,7 +156,7 @@ def _serve(config: GrpoConfig, model: Path, folder: Path, calls: Connection, int
     torch.set_num_threads(1)
     log = os.open(folder / f"rank-{os.getpid()}.log", os.O_CREAT | os.O_WRONLY)
     os.dup2(log, 1)
-    phases, role = Phases(), None
+    phases, role, copies = Phases(), cast(Any, None), cast(Any, None)
     for name, owner, method in PHASES:
         phases.watch(name, owner, method)
     settings: dict[str, Any] = {"config": config, "model_path": str(model), "num_updates": 100, "num_threads": 1}
@@ -164,7 +164,6 @@ def _serve(config: GrpoConfig, model: Path, folder: Path, calls: Connection, int
     def interrupt() -> None:
         while True:
             interrupts.recv()
-            assert role is not None
             asyncio.run(role.interrupt())
             interrupts.send(None)
 
@@ -175,9 +174,11 @@ def _serve(config: GrpoConfig, model: Path, folder: Path, calls: Connection, int
         try:
             if method == "start":
                 role = trainer.TrainerRole(**settings, socket_paths=[""] * config.engine.num_ranks, **args[0])
+            elif method == "with copies":
+                role._copies = copies or role._copies
             elif method == "without copies":
-                assert role is not None
-                role._copies = None
+                role._copies.held.wait()
+                role._copies, copies = None, role._copies
             else:
                 getattr(role, method)(*args)
             calls.send((phases.take(), ""))
@@ -241,19 +242,24 @@ def rows_of(rounds: list[Row]) -> list[Row]:
 
 
 def measure_updates(ranks: list[Rank], args: argparse.Namespace, number: int) -> list[Row]:
-    """Time updates with copies, then without: a row of each."""
-    rows = []
-    for what in ("with copies", "without copies"):
-        if what == "without copies":
+    """Time updates with copies and without, in turns: a row of each, and their ratio.
+
+    Of two updates with copies the second counts: it computes while the first one's copies are sent.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"with copies": [], "without copies": []}
+    for _ in range(args.updates):
+        for what, times in found.items():
             all_do(ranks, what)
-        found = []
-        for _ in range(args.updates):
-            wall_s, phases = all_do(ranks, "update", make_groups(args, number), 1, number)
-            number += 1
-            found.append((wall_s, sum(cpu_s for each in phases for _, cpu_s in each.values()) / len(ranks)))
-        best, cpu_s = (min(column) for column in zip(*found, strict=True))
-        rows.append({"phase": f"update {what}, least", "stayed_s": best, "stayed_cpu_s": cpu_s})
-    return rows
+            for _ in range(1 + (what == "with copies")):
+                wall_s, phases = all_do(ranks, "update", make_groups(args, number), 1, number)
+                number += 1
+            times.append((wall_s, sum(cpu_s for each in phases for _, cpu_s in each.values()) / len(ranks)))
+    rows: list[Row] = []
+    for what, times in found.items():
+        wall_s, cpu_s = (float(np.median(column)) for column in zip(*times, strict=True))
+        rows.append({"phase": f"update {what}, median", "stayed_s": wall_s, "stayed_cpu_s": cpu_s})
+    ratios = {key: float(rows[0][key]) / float(rows[1][key]) for key in ("stayed_s", "stayed_cpu_s")}
+    return [*rows, {"phase": "ratio of the two", **ratios}]
 
 
 def model_folder(num_layers: int) -> Path:

@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -54,7 +55,9 @@ def dying(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str, int
         method, flag = getattr(owner, name), tmp_path / f"{place}-{rank}-{number}"
 
         def call(*args: Any, **named: Any) -> Any:
-            is_due = now == [rank, number] and not flag.exists()
+            # Copies are kept in a thread, while the next update may have begun.
+            update = args[1] if owner is PeerCopies else now[1]
+            is_due = [now[0], update] == [rank, number] and not flag.exists()
             if is_due and after:
                 method(*args, **named)
             if is_due:
@@ -81,6 +84,33 @@ def assert_ends_as_undisturbed(run: Path, main: Main, config: Path) -> None:
     assert list(values_of(run, "train/reward")) == list(range(1, NUM_UPDATES + 1))
     assert values_of(run, "train/loss") == values_of(undisturbed, "train/loss")
     assert sorted(trained_prompts(run).values()) == [NUM_EPOCHS] * NUM_TRAIN
+
+
+@pytest.mark.timeout(240)
+def test_an_update_that_has_ended_is_done_again_where_no_copy_of_it_was_sent(
+    forked_main: Main,
+    config: Path,
+    tmp_path: Path,
+    dying: Callable[[str, int, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the update after it, and in a sync, to which the engines come again; its metrics are written once."""
+    run, keep = tmp_path / "run", PeerCopies.keep
+    flags = [dying("backward", 1, 4), dying("sync", 0, 7)]
+
+    def keep_late(copies: PeerCopies, version: int, own: Any, ranks: Any) -> None:
+        if (version, ranks.rank) in ((3, 1), (7, 0)) and not flags[version == 7].exists():
+            time.sleep(60)  # the process dies meanwhile
+        keep(copies, version, own, ranks)
+
+    monkeypatch.setattr(PeerCopies, "keep", keep_late)
+    said = run_to_its_end(forked_main, "train", config, "--out", run, *WORDS, deadline_s=200)
+    assert all(flag.exists() for flag in flags)
+    assert "started from the last checkpoint" not in said
+    log = "".join(path.read_text() for path in (run / "logs").glob("trainer-*.log"))
+    assert "goes on from the state of update 2," in log
+    assert "goes on from the state of update 6," in log
+    assert_ends_as_undisturbed(run, forked_main, config)
 
 
 @pytest.mark.timeout(420)

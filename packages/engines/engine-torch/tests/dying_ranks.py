@@ -24,6 +24,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._state.copies import PeerCopies, pack_state
+from offbeat_engine_torch._state.ring import Ring
 from offbeat_mesh import Group, Mesh, current_world, interrupt_calls, join_world
 
 LIMIT_S = 240.0
@@ -36,7 +37,7 @@ class Death:
 
     Args:
         place: see `doom`.
-        update: in which; from 1 on.
+        update: in which, or in the first one after it that is done; from 1 on.
     """
 
     place: str
@@ -74,6 +75,23 @@ def doom(place, engine):
         instead(engine._optimizer, "step", after=True)
     elif place == "before copying":
         instead(PeerCopies, "keep")
+    elif place == "sending":  # others wait for what this rank sends, or have some of it
+
+        def send_half(ring, own):
+            ring._outgoing.sendall(own[: len(own) // 2])
+            time.sleep(0.1)
+            die()
+
+        Ring._send = send_half
+    elif place == "not sent":  # all have ended this update, and die in the next one without copies of it
+        PeerCopies.keep = lambda *args: time.sleep(LIMIT_S)
+        kept = engine.keep_copies
+
+        def keep(*args):
+            kept(*args)
+            doom("backward", engine)
+
+        engine.keep_copies = keep
     elif place == "copying":  # all have sent, and some may know that the others have received
         instead(Group, "barrier")
     elif place == "copied":
@@ -114,12 +132,12 @@ class Life:
         """Train to the end, or to the death of this process."""
         death = self.deaths[number] if number < len(self.deaths) else None
         for now in range(version + 1, self.num_updates + 1):
-            if death and rank in death.ranks and now == death.update:
+            if death and rank in death.ranks and now >= death.update:
                 doom(death.place, self.engine)
                 self.store.add(f"dying-{number}", 1)
                 while int(self.store.add(f"dying-{number}", 0)) < len(death.ranks):
                     time.sleep(0.01)
-                self.store.set(f"doomed-{number}", "")
+                death = None
             self.losses[now] = self.update(self.engine, now)
             self.engine.keep_copies(now, json.dumps(self.losses).encode())
             for _ in self.engine.weights():

@@ -1,11 +1,14 @@
 """A rank that dies is replaced from copies in memory, and the run ends with the bits of an undisturbed one."""
 
+import threading
+
 import pytest
 from dying_ranks import Death, train
 
 from offbeat_core import ConfigError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._family_check import FamilyCheck
+from offbeat_engine_torch._state.copies import PackedState, PeerCopies
 from offbeat_testing import tiny_model
 
 EVERYWHERE = (
@@ -15,7 +18,9 @@ EVERYWHERE = (
     Death("before step", 1, (1,)),
     Death("step", 2, (0,)),
     Death("before copying", 2, (1,)),
+    Death("sending", 2, (1,)),
     Death("copying", 2, (0,)),
+    Death("not sent", 2, (1,)),
     Death("copied", 3, (1,)),
     Death("weights", 4, (0,)),
 )
@@ -52,7 +57,7 @@ def assert_ends_alike(settings, axes, deaths, update, num_updates=3):
 
 def test_ranks_that_die_one_after_the_other_at_every_place(model_folder, update):
     """Each rank, in the same update as the one before too, and spares that have taken the place of others."""
-    assert_ends_alike(config(model_folder), {"dp": 2}, EVERYWHERE, update, num_updates=5)
+    assert_ends_alike(config(model_folder), {"dp": 2}, EVERYWHERE, update, num_updates=8)
 
 
 @pytest.mark.parametrize(
@@ -98,6 +103,24 @@ def test_a_rank_that_dies_with_the_one_that_held_its_copy_is_lost_and_all_say_so
     assert all(said.startswith(wanted) for said, _ in found), found
 
 
+@pytest.mark.mesh(dp=2, compare=False)
+def test_the_next_update_does_not_wait_for_copies_but_the_next_copies_do(model_folder, mesh, update, monkeypatch):
+    engine = TorchTrainEngine.create(config(model_folder), mesh)
+    engine.keep_copies(0)
+    engine.copies.wait()
+    may_send, keep = threading.Event(), PeerCopies.keep
+    monkeypatch.setattr(PeerCopies, "keep", lambda *args: may_send.wait() and keep(*args))
+    update(engine, 1)
+    engine.keep_copies(1, b"of 1")
+    update(engine, 2)
+    assert list(engine.copies.held) == [0]
+    threading.Timer(0.5, may_send.set).start()
+    engine.keep_copies(2, b"of 2")
+    assert 1 in engine.copies.held
+    engine.copies.wait()
+    assert [PackedState(each.own).note for each in engine.copies.held.values()] == [b"of 2"]
+
+
 def test_copies_need_a_second_rank(model_folder):
     for call in (TorchTrainEngine.plan, TorchTrainEngine.create):
         with pytest.raises(ConfigError, match="peer_copies needs a second rank"):
@@ -112,6 +135,7 @@ def test_what_copies_take_is_planned(model_folder, mesh, update):
     for number in range(2):
         update(engine, number)
         engine.keep_copies(number)
+    engine.copies.wait()
     [pair] = engine.copies.held.values()
     trained = sum(parameter.numel() for parameter in engine._optimizer.parameters.values())
     planned = TorchTrainEngine.plan(settings, 2).copied_bytes * trained
@@ -132,6 +156,7 @@ def test_what_is_known_of_a_model_is_neither_read_nor_checked_again(limited_fold
     engine = TorchTrainEngine.create(config(limited_folder), mesh)
     update(engine, 1)
     engine.keep_copies(1, b"note")
+    engine.copies.wait()
     limit, wanted = engine._policy.limit, weights_of(engine)
     monkeypatch.setattr(FamilyCheck, "run", None)
     monkeypatch.setattr("offbeat_engine_torch._policy.read_weights", None)

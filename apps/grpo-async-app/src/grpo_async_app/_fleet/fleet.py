@@ -277,6 +277,11 @@ class Fleet:
         """Return how the trainer has ended; None when it still runs, or was never started."""
         return await self._trainer.death() if self._trainer is not None else None
 
+    @property
+    def keeps_copies(self) -> bool:
+        """Return whether ranks of the trainer are replaced."""
+        return self._healer is not None
+
     async def heal_trainer(self) -> bool:
         """Replace the trainer's ranks that have died, where that can be done; return whether it was."""
         if self._healer is None or self._trainer_spec is None or await self.trainer_death() is None:

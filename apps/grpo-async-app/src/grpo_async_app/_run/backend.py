@@ -78,6 +78,7 @@ class GrpoBackend:
         self._turn, self._early_end, self._end_wish = turn, early_end, ""
         self._untrained = UntrainedGroups()
         self._trained, self._num_validated, self._is_saving = "", 0, False
+        self._last_update: tuple[list[SampledGroup], int] | None = None
         self._alarming: list[SampledGroup] = []  # in the update that has raised the alarm about a mismatch
         self._late_syncs = asyncio.create_task(self._sync_late_engines())
 
@@ -243,6 +244,7 @@ class GrpoBackend:
         groups = [self._groups[group_id] for group_id in group_ids]
         await self._fleet.engines.to_training()
         metrics = await self._healing(lambda: self._train(groups, version))
+        self._last_update = (groups, version) if self._fleet.keeps_copies else None
         self._trainer_version = version + 1  # engines that come up late get this from now on
         for group_id in group_ids:
             del self._groups[group_id]
@@ -275,13 +277,21 @@ class GrpoBackend:
         return metrics
 
     async def _healing(self, work: Callable[[], Awaitable[T]]) -> T:
-        """Do what needs the trainer; do it again where a rank has died meanwhile and was replaced."""
+        """Do what needs the trainer; do it again where a rank has died meanwhile and was replaced.
+
+        Before it comes the last update that has ended: not all ranks may have had copies of it. If they have, they say
+        so at once.
+        """
+        is_replaced = False
         while True:
             try:
+                if is_replaced and self._last_update is not None:
+                    await self._train(*self._last_update)
                 return await work()
             except OffbeatError:
                 if not await self._fleet.heal_trainer():
                     raise
+                is_replaced = True
 
     def _note_worked(self, role: str, start_s: float, end_s: float) -> None:
         self._logger.worked(role, "train" if role == _TRAINER else "generate", start_s, end_s)

@@ -53,7 +53,7 @@ from offbeat_engine_torch._state.checkpoint import (
     save_state,
 )
 from offbeat_engine_torch._state.copies import PackedState, PeerCopies, pack_state
-from offbeat_mesh import Group, Mesh
+from offbeat_mesh import Mesh
 from offbeat_training import (
     ClippedAdamW,
     LossCalls,
@@ -344,11 +344,13 @@ class TorchTrainEngine(StepCounts):
         self._clear_gradients()  # they are of other weights
 
     def keep_copies(self, version: int, note: bytes = b"") -> None:
-        """Copy the state of each rank to another one; see `RecoverableTrainEngine`."""
+        """Copy the state of each rank, and begin to send it to another one; see `RecoverableTrainEngine`."""
         self._offloader.require("keep_copies", MemoryOffloader.WEIGHTS, MemoryOffloader.OPTIMIZER)
         assert self.copies is not None
+        assert self._mesh is not None
+        self.copies.wait()  # so that there are never more than two versions
         state = pack_state(self._policy, self._optimizer, self._device, self.steps_refused, note)
-        self.copies.keep(version, state, self._everyone)
+        self.copies.begin(version, state, self._mesh.group(*_EVERYONE, channel="copies"))
 
     def sleep(self, level: int) -> None:
         """Give memory back: level 1 moments and the first policy, level 2 the weights too.
@@ -377,6 +379,8 @@ class TorchTrainEngine(StepCounts):
 
     def close(self) -> None:
         """Free weights, gradients and moments. The engine cannot be used afterwards."""
+        if self.copies is not None:
+            self.copies.close()  # before the group goes over which ranks agree
         for name in ("_policy", "_optimizer", "_steps", "_reference", "_offloader", "_routers"):
             self.__dict__.pop(name, None)
 
@@ -384,11 +388,6 @@ class TorchTrainEngine(StepCounts):
     def vocabulary_size(self) -> int:
         """Token ids are below it."""
         return self._policy.vocabulary_size
-
-    @property
-    def _everyone(self) -> Group:
-        assert self._mesh is not None
-        return self._mesh.group(*_EVERYONE)
 
     def _by_owner(self, weights: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Return the parameters that this engine alone holds, and those that FSDP holds too, all of one kind."""

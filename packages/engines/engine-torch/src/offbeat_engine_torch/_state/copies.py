@@ -1,13 +1,20 @@
 """Copies of the ranks' states in main memory, from which a rank that has died is given its state again.
 
-After an update each rank packs its state into one run of bytes, its own copy, and gives it to the next rank, which
-holds it too. Only once all ranks have both do they forget those of the update before: so whenever a rank dies, there is
-an update whose state all ranks have had, with two copies of every part of it.
+After an update each rank packs its state into one run of bytes, its own copy. While it computes the next update, a
+thread gives the copy to the next rank, which holds it too. Only once all ranks have both do they forget those of the
+update before: so whenever a rank dies, there is an update whose state all ranks have had, with two copies of every part
+of it. The next copies are begun only then: so that update is the last that all have ended, or the one before it.
 
     rank:                  0        1        2        3
     holds the states of    0 and 3  1 and 0  2 and 1  3 and 2
+
+    computes               | update 1      | update 2           | update 3
+    packs                                 1|                   2|
+    sends                                  | copies of 1 |      | copies of 2 |
+    all have               |      0              |        1          |       2
 """
 
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -21,9 +28,11 @@ from offbeat_device import Device
 from offbeat_engine_torch._lengths import LengthLimit
 from offbeat_engine_torch._pieces import Piece
 from offbeat_engine_torch._policy import Policy
+from offbeat_engine_torch._state.ring import Ring
 from offbeat_mesh import Group
 from offbeat_training import ClippedAdamW, random_state, restore_random_state
 
+_CLOSING_S: Final = 2.0
 _ALIGN: Final = 16
 """Tensors begin at a multiple of so many bytes, so that they can be read where they lie."""
 
@@ -63,15 +72,57 @@ class _Pair:
 
 @dataclass
 class PeerCopies:
-    """Copies that one rank holds, by the number of updates that the state has had: one, or two while they are made."""
+    """Copies that one rank holds, by the number of updates that the state has had: one, or two while they are sent."""
 
     held: dict[int, _Pair] = field(default_factory=dict)
+    _sending: threading.Thread | None = None
+    _error: BaseException | None = None
+    _ring: Ring | None = None
+
+    def begin(self, version: int, own: Tensor, ranks: Group) -> None:
+        """Run `keep` in a thread; all ranks do, after `wait`.
+
+        Args:
+            version: of the state.
+            own: this rank's state, which nothing else changes.
+            ranks: on a channel that nothing else uses.
+        """
+
+        def send() -> None:
+            try:
+                self.keep(version, own, ranks)
+            except BaseException as error:  # noqa: BLE001 - `wait` raises it in the thread that computes
+                if threading.current_thread() is self._sending:  # else it was given up by `close`
+                    self._error = error
+
+        self._sending = threading.Thread(target=send, name=f"copies of version {version}", daemon=True)
+        self._sending.start()
+
+    def wait(self) -> None:
+        """Wait until all ranks have the copies that were begun; raise what has kept them from that."""
+        if self._sending is not None:
+            self._sending.join()
+            self._sending = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Send no more, after a moment for what is almost there; the connections are of no use afterwards."""
+        for _ in range(2):
+            if self._sending is not None:
+                self._sending.join(_CLOSING_S)
+            if self._ring is not None:
+                self._ring.close()
+                self._ring = None
+        self._sending = None
 
     def keep(self, version: int, own: Tensor, ranks: Group) -> None:
         """Hold this rank's state, and that of the rank before it; a call of all ranks."""
         sizes = ranks.all_gather_data(own.numel())
-        following, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
-        self.held[version] = _Pair(own, _ship(ranks, {following: own}, {before: sizes[before]})[before])
+        if self._ring is None:
+            self._ring = Ring.open(ranks)
+        self.held[version] = _Pair(own, self._ring.pass_on(own, sizes[(ranks.rank - 1) % ranks.size]))
         ranks.barrier()  # before it some ranks may have only those of the version before
         self.held = {version: self.held[version]}
 
@@ -91,7 +142,7 @@ class PeerCopies:
             dict(row)
             for row in ranks.all_gather_data([(v, (p.own.numel(), p.peers.numel())) for v, p in self.held.items()])
         ]
-        version = _newest_whole(table)
+        version, self._error = _newest_whole(table), None
         lost = [rank for rank, held in enumerate(table) if version not in held]
         following, before = (ranks.rank + 1) % ranks.size, (ranks.rank - 1) % ranks.size
         mine = self.held.get(version)
