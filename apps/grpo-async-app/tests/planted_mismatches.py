@@ -1,5 +1,6 @@
 """Faults that make trainer and rollout engine differ, planted in this process and in those forked from it."""
 
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -27,13 +28,13 @@ class Fault:
         plant: puts it in.
         kind: of the finding.
         where: part of the finding's place.
-        settings: of the run that shows it.
+        says: part of the finding's text.
     """
 
     plant: Plant
     kind: str
     where: str
-    settings: tuple[str, ...] = ()
+    says: str = ""
 
 
 def changed(owner: Any, name: str, change: Callable[..., Any]) -> Plant:
@@ -203,6 +204,115 @@ def same_seed(own: Any) -> Any:
     return lambda seeds, numbers: own([seeds[0]] * len(seeds), numbers)
 
 
+def turned_in(number: int, turn: Callable[[Any], Any]) -> Plant:
+    """One layer turns queries and keys by other angles."""
+
+    def attend_by(own: Any) -> Any:
+        def attend(qkv: Any, turns: Any, attention: Any, place: int, *rest: Any) -> Any:
+            return own(qkv, turn(turns) if place == number else turns, attention, place, *rest)
+
+        return attend
+
+    return changed(decoder, "_attend", attend_by)
+
+
+def _doubled(turns: Any) -> Any:
+    angles = torch.view_as_complex(turns.contiguous())
+    return torch.view_as_real(angles * angles)
+
+
+def _in_part(turns: Any) -> Any:
+    turns, half = turns.clone(), turns.shape[-2] // 2
+    turns[..., half:, 0], turns[..., half:, 1] = 1, 0
+    return turns
+
+
+def windowed(own: Any) -> Any:
+    """Layer 1 sees 8 tokens."""
+
+    def attend(self: Any, layer: int, qkv: Any, num_heads: int) -> Any:
+        kept = self._mask
+        if layer == 1:
+            starts = torch.tensor(self._starts)
+            mask = self._causal_mask(starts, qkv)
+            seen = starts[:, None] + torch.arange(self._width)
+            far = torch.arange(mask.shape[-1]) < seen[:, :, None] - 7
+            self._mask = mask.masked_fill(far[:, None], -torch.inf)
+        mixed = own(self, layer, qkv, num_heads)
+        self._mask = kept
+        return mixed
+
+    return attend
+
+
+def in_8_bits(patch: pytest.MonkeyPatch) -> None:
+    """Keys and values are kept in 8 bits."""
+
+    def keep(own: Any) -> Any:
+        def attend(self: Any, layer: int, qkv: Any, *rest: Any) -> Any:
+            num_heads, qkv = rest[0] if rest and isinstance(rest[0], int) else self._num_heads, qkv.clone()
+            qkv[:, num_heads:] = qkv[:, num_heads:].to(torch.float8_e4m3fn).to(qkv.dtype)
+            return own(self, layer, qkv, *rest)
+
+        return attend
+
+    changed(engine_attention._PrefillGroup, "attend", keep)(patch)
+    changed(engine_attention.DecodeAttention, "_attend", keep)(patch)
+
+
+def never_updated(part: str) -> Plant:
+    """Tensors are again what they were at first when they are packed, after an update was read back."""
+
+    def plant(patch: pytest.MonkeyPatch) -> None:
+        own, first = decoder.DecoderWeights.freeze, dict[Any, Any]()
+
+        def freeze(self: Any) -> None:
+            for name, parameter in self.parameters.items():
+                if part in name:
+                    parameter.view().copy_(first.setdefault((id(self), name), parameter.view().clone()))
+            own(self)
+
+        patch.setattr(decoder.DecoderWeights, "freeze", freeze)
+
+    return plant
+
+
+def old_tied_head(own: Any) -> Any:
+    first = dict[int, Any]()
+    return lambda self, x: functional.linear(x, first.setdefault(id(self), self.weight().clone()))
+
+
+def capped(own: Any) -> Any:
+    return lambda self, x: 5 * torch.tanh(own(self, x) / 5)
+
+
+def one_late(own: Any) -> Any:
+    """Each token comes with the log-probability of the one before."""
+    before = dict[int, float]()
+
+    def push(self: Any, samples: Any, ids: Any, logprobs: Any) -> None:
+        late = [before.get(id(sample), -0.5) for sample in samples]
+        before.update(zip(map(id, samples), logprobs, strict=True))
+        own(self, samples, ids, late)
+
+    return push
+
+
+def without_its_seed(own: Any) -> Any:
+    async def generate(self: Any, request: Any) -> Any:
+        return await own(self, replace(request, params=replace(request.params, seed=7)))
+
+    return generate
+
+
+def at_random(own: Any) -> Any:
+    return lambda seeds, counts: own([random.getrandbits(60) for _ in seeds], counts)
+
+
+def coarse_norms(own: Any) -> Any:
+    return lambda x, weight, a: own(x.bfloat16(), weight.bfloat16(), a).to(x.dtype)
+
+
 # ── the trainer ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -272,6 +382,24 @@ def _grow_output(whole: Any) -> None:
     _hooked(whole.model.layers[1].self_attn.o_proj, 1.5)
 
 
+def _forget_head_norm(whole: Any) -> None:
+    whole.model.layers[1].self_attn.q_norm.forward = lambda x: x
+
+
+def _use_gelu(whole: Any) -> None:
+    whole.model.layers[1].mlp.act_fn = torch.nn.GELU()
+
+
+def one_row_early(own: Any) -> Any:
+    """A token is scored by the logits of the place before the right one."""
+
+    def lay_out(*args: Any) -> Any:
+        pack = own(*args)
+        return replace(pack, predictor_N=(pack.predictor_N - 1).clip(0))
+
+    return lay_out
+
+
 FAULTS: dict[str, Fault] = {
     "engine: positions scaled": Fault(
         changed(runner, "rotations", stretched), "layers", "rollout engine: layer 0: query"
@@ -316,4 +444,44 @@ FAULTS: dict[str, Fault] = {
     "trainer: last norm": Fault(trained_model(_grow_last_norm), "layers", "trainer: final norm"),
     "trainer: values": Fault(trained_model(_grow_value), "layers", "trainer: layer 1: value projection"),
     "trainer: output of attention": Fault(trained_model(_grow_output), "layers", "trainer: layer 1: after attention"),
+    "engine: positions scaled in one layer": Fault(
+        turned_in(1, _doubled), "layers", "engine: layer 1: query", says="positions scaled by 2"
+    ),
+    "engine: turned in part": Fault(turned_in(1, _in_part), "layers", "engine: layer 1: query"),
+    "engine: factor of turned heads": Fault(
+        turned_in(1, lambda turns: turns * 1.1), "layers", "engine: layer 1: query", says="1.1 times the right values"
+    ),
+    "engine: a window": Fault(
+        changed(engine_attention._PrefillGroup, "attend", windowed), "layers", "layer 1: attention", says="of 8 tokens"
+    ),
+    "engine: cache in 8 bits": Fault(in_8_bits, "state", "layer 0: attention", says="rounded to 8 bits (e4m3)"),
+    "engine: norms in bfloat16": Fault(
+        changed(decoder, "_normed", coarse_norms), "layers", "engine: layer 0: attention input"
+    ),
+    "engine: a layer of older weights": Fault(
+        never_updated("layers.1."), "weights", "engine: model.layers.1", says="as they were before the update"
+    ),
+    "engine: a tied head of older weights": Fault(
+        changed(decoder.Linear, "in_float32", old_tied_head), "layers", "rollout engine: head"
+    ),
+    "engine: a soft cap": Fault(
+        changed(decoder.Linear, "in_float32", capped),
+        "layers",
+        "rollout engine: head",
+        says="a soft cap on logits of 5",
+    ),
+    "engine: scores of the token before": Fault(
+        changed(runner.ModelRunner, "_push", one_late), "inputs", "the log-probability of the one before"
+    ),
+    "engine: a seed not heeded": Fault(
+        changed(engine.TorchRolloutEngine, "generate", without_its_seed), "state", "seeds", says="two seeds"
+    ),
+    "engine: other samples each time": Fault(
+        changed(runner, "uniforms", at_random), "state", "seeds", says="each time"
+    ),
+    "trainer: heads are not normed": Fault(trained_model(_forget_head_norm), "layers", "trainer: layer 1: query"),
+    "trainer: gelu": Fault(trained_model(_use_gelu), "layers", "trainer: layer 1: activation"),
+    "trainer: logits of the place before": Fault(
+        changed(trainer_policy, "lay_out", one_row_early), "inputs", "trainer: each token is scored by the logits"
+    ),
 }

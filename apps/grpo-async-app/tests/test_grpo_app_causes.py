@@ -21,7 +21,9 @@ def sample(seed: int, **values: Any) -> ExaminedSample:
     names = ("sampled", "alone", "trained", "reference", "rounded_engine", "rounded_trainer")
     ids = rng.integers(3, 300, NUM_TOKENS + 8).astype(np.int32)
     made = ExaminedSample(ids=ids, num_prompt=8, occasion="alone", **dict.fromkeys(names, right))
-    return replace(made, **{name: None if by is None else right + np.float32(by) for name, by in values.items()})
+    return replace(
+        made, **{name: None if by is None else right + np.asarray(by, np.float32) for name, by in values.items()}
+    )
 
 
 def find(**evidence: Any) -> Diagnosis:
@@ -90,3 +92,45 @@ def test_text_and_json_hold_every_cause() -> None:
     assert [each["where"] for each in to_json(found)["findings"]] == [each.where for each in found.findings]
     text = describe(found)
     assert all(each.text in text for each in found.findings)
+
+
+def test_a_trainer_that_is_right_about_single_sequences_packs_them_wrongly() -> None:
+    found = find(samples=[sample(seed, trained=0.3, trained_alone=0.0) for seed in range(4)])
+    assert [(each.kind, each.where) for each in found.findings] == [("state", "trainer: batch")]
+    found = find(samples=[sample(seed, trained=0.3, trained_alone=0.3) for seed in range(4)])
+    assert [each.where for each in found.findings] == ["trainer: somewhere"]
+
+
+FIRST, OTHER, SHORT = (np.arange(start, start + size, dtype=np.int32) for start, size in ((3, 8), (9, 8), (3, 2)))
+
+
+@pytest.mark.parametrize(
+    ("drawn", "says"),
+    [
+        ((FIRST, FIRST, OTHER), ""),
+        ((FIRST, FIRST, FIRST), "two seeds give the same samples"),
+        ((FIRST, OTHER, OTHER + 1), "one seed gives other samples each time"),
+        ((SHORT, SHORT, SHORT), ""),
+    ],
+)
+def test_samples_follow_seeds(drawn: Any, says: str) -> None:
+    findings = find(seeded=[drawn] * 3).findings
+    assert [each.where for each in findings] == (["rollout engine: seeds"] if says else [])
+    assert all(says in each.text for each in findings)
+    assert find(seeded=[drawn, (FIRST, FIRST, OTHER)]).findings == []  # one prompt alone proves nothing
+
+
+def test_tensors_that_no_update_has_reached_are_named_so() -> None:
+    held, wanted = {"a": np.zeros(66), "b": np.ones(66)}, {"a": np.ones(66), "b": np.ones(66)}
+    for before, is_stale in ((held, True), (wanted, False), ({}, False)):
+        [finding] = find(engine_weights=held, trainer_weights=wanted, earlier_weights=before).findings
+        assert finding.where == "rollout engine: a"
+        assert ("as they were before the update" in finding.text) == is_stale
+
+
+def test_the_format_of_a_cache_is_named_where_it_is_set() -> None:
+    later = np.full(NUM_TOKENS, 0.1, np.float32)
+    later[0] = 0
+    findings = find(samples=[sample(seed, sampled=later) for seed in range(4)], kv_format="fp8_e4m3").findings
+    assert [each.kind for each in findings] == ["state"]
+    assert "the cache of keys and values is set to fp8_e4m3" in findings[0].text

@@ -145,8 +145,11 @@ BY_DAY: Final = {
     "engine: keys of tokens sampled",
     "engine: samples mixed",
     "engine: old keys and values",
+    "engine: positions scaled in one layer",
+    "engine: cache in 8 bits",
     "engine: temperature",
     "engine: a token before",
+    "engine: a seed not heeded",
     "trainer: positions",
     "trainer: last product of the MLP",
 }
@@ -173,4 +176,6 @@ def test_a_fault_is_named(forked_main: Main, run: Path, monkeypatch: pytest.Monk
     fault = FAULTS[name]
     fault.plant(monkeypatch)
     first = diagnose(forked_main, run)["findings"][0]
-    assert (first["kind"], fault.where in first["where"]) == (fault.kind, True), first
+    assert (first["kind"], fault.where in first["where"], fault.says in first["text"]) == (fault.kind, True, True), (
+        first
+    )

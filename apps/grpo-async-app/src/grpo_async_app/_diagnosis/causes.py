@@ -2,6 +2,7 @@
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Literal
 
 import numpy as np
@@ -14,7 +15,16 @@ from grpo_async_app._diagnosis.evidence import (
     is_beyond_rounding,
     point_errors,
 )
-from grpo_async_app._roles.reference import AS_SET
+from grpo_async_app._diagnosis.readings import (
+    KV_FORMAT,
+    OUTPUT,
+    InspectOther,
+    LayerValues,
+    best_reading,
+    factor,
+    with_output,
+)
+from grpo_async_app._roles.reference import AS_SET, SOFT_CAP
 from offbeat_core import (
     EMBEDDING,
     FINAL_NORM,
@@ -44,12 +54,12 @@ _PARTS: Final = {
     "mlp input": "the norm before the MLP",
     "experts": "routing of experts",
     "activation": "the activation of the MLP",
-    "output": "the last product of the MLP, or its experts",
+    OUTPUT: "the last product of the MLP, or its experts",
 }
+_TOLD_APART: Final = 4
+"""Tokens by which samples are told apart: rounding changes a later one now and then."""
 _EXPLAINED: Final = 6
 """Samples that readings of the settings are tried on: each costs dozens of passes."""
-_POSITION_SCALES: Final = (2.0, 4.0, 8.0, 0.5, 0.25, 0.0)
-"""Factors that may explain other queries: context extended or not, positions left out."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,22 +99,22 @@ class Diagnosis:
 
 
 Inspect = Callable[[Side, int | None], Awaitable[tuple[Inspection, Inspection, Inspection]]]
-"""Asks a side, the reference and the rounded reference about one sample."""
-InspectScaled = Callable[[float], Awaitable[Inspection]]
-"""Asks the reference about the first layer, with positions times a number."""
+"""Asks a side, the reference and the rounded reference about one sample; within a layer from the side's own inputs."""
+InspectOtherOf = Callable[[Side, int, float, int], Awaitable[Inspection]]
+"""Asks for `InspectOther` of a side and a layer."""
 Explain = Callable[[Sequence[ExaminedSample], str], Awaitable[Mapping[str, float]]]
 """Asks the reference which reading of the settings gives log-probabilities that samples hold under a name."""
 
 
 async def find_causes(
-    evidence: Evidence, inspect: Inspect, inspect_scaled: InspectScaled, explain: Explain
+    evidence: Evidence, inspect: Inspect, inspect_other: InspectOtherOf, explain: Explain
 ) -> Diagnosis:
     """Name the causes.
 
     Args:
         evidence: that was gathered.
         inspect: asks for values between and within layers.
-        inspect_scaled: asks for those of other positions.
+        inspect_other: asks for those of other positions or layers.
         explain: see `ReferenceRole.sampling_errors`.
     """
     samples = evidence.samples
@@ -116,7 +126,8 @@ async def find_causes(
     found.findings += _template_findings(evidence)
     wrong_weights = _weight_findings(evidence)
     for side in _SIDES:
-        await _examine_side(side, samples, wrong_weights.get(side, ()), inspect, inspect_scaled, explain, found)
+        wrong, is_stale = wrong_weights[side], _are_stale(evidence, wrong_weights[side])
+        await _examine_side(side, samples, wrong, is_stale, inspect, inspect_other, explain, found)
     found.findings += await _state_findings(evidence, explain, found.notes)
     found.findings += _lag_findings(evidence)
     found.findings.sort(key=lambda finding: -finding.nats)
@@ -158,6 +169,12 @@ def _weight_findings(evidence: Evidence) -> dict[Side, list[str]]:
     }
 
 
+def _are_stale(evidence: Evidence, names: Sequence[str]) -> bool:
+    """Return whether the engine holds what it began with under all of these names."""
+    held, before = evidence.engine_weights, evidence.earlier_weights
+    return all(name in held and name in before and np.array_equal(held[name], before[name]) for name in names)
+
+
 def _differing(held: Mapping[str, Fingerprint], wanted: Mapping[str, Fingerprint]) -> list[str]:
     return [name for name, marks in held.items() if name in wanted and not np.array_equal(marks, wanted[name])]
 
@@ -169,8 +186,9 @@ async def _examine_side(
     side: Side,
     samples: Sequence[ExaminedSample],
     wrong_weights: Sequence[str],
+    is_stale: bool,
     inspect: Inspect,
-    inspect_scaled: InspectScaled,
+    inspect_other: InspectOtherOf,
     explain: Explain,
     found: Diagnosis,
 ) -> None:
@@ -185,22 +203,47 @@ async def _examine_side(
         than = "the trainer" if side == "rollout engine" else "the checkpoint's files"
         text = f"the {side} holds other weights than {than}: {', '.join(wrong_weights[:3])}"
         text += f" and {len(wrong_weights) - 3} more" if len(wrong_weights) > 3 else ""
+        text += ", as they were before the update" if side == "rollout engine" and is_stale else ""
         found.findings.append(Finding(kind="weights", where=f"{side}: {wrong_weights[0]}", text=text, nats=nats))
         return
     if not is_beyond_rounding(values, wanted, _rounding(samples, side)):
+        return
+    if side == "trainer" and (finding := _packing_finding(samples, nats)):
+        found.findings.append(finding)
         return
     outer = await inspect(side, None)
     finding, layer, errors = _first_outer(side, *outer, nats)
     found.layers[side] = errors
     if finding is None and layer is not None:
-        inner = await inspect(side, layer)
-        within = point_errors(*inner, LAYER_POINTS)
-        found.layers[side] = [*errors, *(replace(each, point=f"layer {layer}: {each.point}") for each in within)]
-        finding = await _first_inner(side, layer, within, inner, inspect_scaled, nats)
+        # What a layer itself errs by may be within the band, and beyond it once it has grown in those after it.
+        for number in (layer, *range(layer)):
+            found_in, wanted_in, rounded_in = (with_output(each, number) for each in await inspect(side, number))
+            within = point_errors(found_in, wanted_in, rounded_in, (*LAYER_POINTS, OUTPUT))
+            if number == layer or any(each.is_beyond for each in within):
+                of_layer = LayerValues(layer=number, found=found_in, wanted=wanted_in, rounded=rounded_in)
+                finding = await _first_inner(side, of_layer, within, partial(inspect_other, side, number), nats)
+                inner = [replace(each, point=f"layer {number}: {each.point}") for each in within]
+                found.layers[side] = [*errors, *inner]
+            if any(each.is_beyond for each in within) or OUTPUT not in (each.point for each in within):
+                break
     if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], held))):
-        text = f"the {side} computes log-probabilities of other inputs than the run's: {reading}"
-        finding = Finding(kind="inputs", where=f"{side}: {reading}", text=text, nats=nats)
+        is_head = reading.startswith(SOFT_CAP)
+        what = "with a head of its own" if is_head else "of other inputs than the run's"
+        text = f"the {side} computes log-probabilities {what}: {reading}"
+        where = f"{side}: head: {reading}" if is_head else f"{side}: {reading}"
+        finding = Finding(kind="layers" if is_head else "inputs", where=where, text=text, nats=nats)
     found.findings.append(finding or _unlocalised(side, errors, nats))
+
+
+def _packing_finding(samples: Sequence[ExaminedSample], nats: float) -> Finding | None:
+    """Return a finding if the trainer is right about single sequences, and not about those that it packs together."""
+    single = [sample for sample in samples if sample.trained_alone is not None]
+    alone, wanted, packed = (_joined(single, what) for what in ("trained_alone", "reference", "trained"))
+    rounding = _rounding(single, "trainer")
+    if not single or is_beyond_rounding(alone, wanted, rounding) or not is_beyond_rounding(packed, alone, rounding):
+        return None
+    text = "the trainer gives sequences that it packs together other log-probabilities than one alone"
+    return Finding(kind="state", where="trainer: batch", text=text, nats=nats)
 
 
 def _unlocalised(side: Side, errors: Sequence[PointError], nats: float) -> Finding:
@@ -231,7 +274,8 @@ def _first_outer(
         return None, None, errors
     if first in (EMBEDDING, FINAL_NORM):
         name = "the embedding" if first == EMBEDDING else "the last norm"
-        text = f"the {side} differs first in {name}"
+        times = factor(found, wanted, rounded, first)
+        text = f"the {side} differs first in {name}" + (f": {times}" if times else "")
         return Finding(kind="layers", where=f"{side}: {first}", text=text, nats=nats), None, errors
     return None, int(first.rpartition(" ")[2]), errors
 
@@ -247,30 +291,21 @@ def _first_difference(found: Floats, wanted: Floats) -> tuple[int, float, float]
 
 
 async def _first_inner(
-    side: Side,
-    layer: int,
-    errors: Sequence[PointError],
-    inner: tuple[Inspection, Inspection, Inspection],
-    inspect_scaled: InspectScaled,
-    nats: float,
+    side: Side, values: LayerValues, errors: Sequence[PointError], inspect_other: InspectOther, nats: float
 ) -> Finding:
     """Name the part of a layer that differs first; what no point shows lies after the last one."""
-    first = next((each.point for each in errors if each.is_beyond), "output")
-    part = _PARTS[first]
-    if first in ("query", "key") and layer == 0:
-        for scale in _POSITION_SCALES:
-            moved = await inspect_scaled(scale)
-            if not any(each.is_beyond for each in point_errors(inner[0], moved, _shifted(inner, moved), (first,))):
-                part = f"positions scaled by {scale:g}"
-                break
-    text = f"the {side} differs first in layer {layer}: {part}"
-    return Finding(kind="layers", where=f"{side}: layer {layer}: {first}", text=text, nats=nats)
-
-
-def _shifted(inner: tuple[Inspection, Inspection, Inspection], moved: Inspection) -> Inspection:
-    """Return what rounding makes of the moved reference: it errs as far as that of the true positions does."""
-    _, wanted, rounded = inner
-    return {point: moved[point] + (rounded[point] - wanted[point]) for point in moved if point in rounded}
+    first = next((each.point for each in errors if each.is_beyond), OUTPUT)
+    if errors and errors[-1].point == OUTPUT and not any(each.is_beyond for each in errors):
+        text = f"the {side} leaves the band after layer {values.layer}, and no layer so far does so by itself"
+        return Finding(kind="layers", where=f"{side}: layer {values.layer}", text=text, nats=nats)
+    reading = await best_reading(values, first, inspect_other)
+    text = f"the {side} differs first in layer {values.layer}: {_PARTS[first]}"
+    if first in ("query", "key") and reading.startswith("positions"):
+        text = f"the {side} differs first in layer {values.layer}: {reading}"
+    elif reading:
+        text += f": {reading}"
+    kind: Kind = "state" if reading.startswith(KV_FORMAT) else "layers"
+    return Finding(kind=kind, where=f"{side}: layer {values.layer}: {first}", text=text, nats=nats)
 
 
 # ── state and lag ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -283,7 +318,7 @@ async def _state_findings(evidence: Evidence, explain: Explain, notes: list[str]
         return []
     if not evidence.had_other_weights:
         notes.append("caches were not examined across an update: there is one version of the weights")
-    found = _alike_findings(evidence.samples)
+    found = _alike_findings(evidence.samples) or _seed_findings(evidence)
     by_occasion: dict[Occasion, list[ExaminedSample]] = {}
     for sample in samples:
         by_occasion.setdefault(sample.occasion, []).append(sample)
@@ -298,6 +333,8 @@ async def _state_findings(evidence: Evidence, explain: Explain, notes: list[str]
         text = f"the rollout engine reports log-probabilities of other inputs than the run's: {reading}"
         return [*found, Finding(kind="inputs", where=f"rollout engine: {reading}", text=text, nats=nats)]
     what = _describe_state(beyond, {*by_occasion}, differing)
+    if evidence.kv_format and what.startswith("decoding"):
+        what = f"decoding: the first token is right, and the cache of keys and values is set to {evidence.kv_format}"
     text = f"the rollout engine reports other log-probabilities while it samples than for the same tokens alone: {what}"
     return [*found, Finding(kind="state", where=f"rollout engine: {what.partition(':')[0]}", text=text, nats=nats)]
 
@@ -343,6 +380,19 @@ def _alike_findings(samples: Sequence[ExaminedSample]) -> list[Finding]:
         return []
     text = "all samples of a prompt are the same: the rollout engine gives each of them the same seed"
     return [Finding(kind="state", where="rollout engine: seeds", text=text, nats=0.0)]
+
+
+def _seed_findings(evidence: Evidence) -> list[Finding]:
+    """Compare completions of one seed, of the same once more, and of another one, prompt by prompt."""
+    drawn = [each for each in evidence.seeded if min(map(len, each)) >= _TOLD_APART]
+    if len(drawn) < 2:
+        return []
+    text = ""
+    if all(np.array_equal(first[:_TOLD_APART], other[:_TOLD_APART]) for first, _, other in drawn):
+        text = "two seeds give the same samples: the rollout engine does not heed the seed of a request"
+    elif all(not np.array_equal(first[:_TOLD_APART], again[:_TOLD_APART]) for first, again, _ in drawn):
+        text = "one seed gives other samples each time: the rollout engine does not heed the seed of a request"
+    return [Finding(kind="state", where="rollout engine: seeds", text=text, nats=0.0)] if text else []
 
 
 def _lag_findings(evidence: Evidence) -> list[Finding]:

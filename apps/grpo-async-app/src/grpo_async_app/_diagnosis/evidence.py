@@ -37,6 +37,7 @@ class ExaminedSample:
         reference: by transformers in float32.
         rounded_engine: by transformers in the engine's format.
         rounded_trainer: by transformers in the trainer's.
+        trained_alone: by the trainer, of this sequence and no other; None where it was not asked.
     """
 
     ids: Ids
@@ -48,6 +49,7 @@ class ExaminedSample:
     reference: Floats
     rounded_engine: Floats
     rounded_trainer: Floats
+    trained_alone: Floats | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,6 +96,9 @@ class Evidence:
         saved_weights: of the checkpoint's files, rounded likewise.
         template_changes: prompts of the run whose token ids are others when they are rendered now.
         had_other_weights: the engine sampled with other weights before.
+        earlier_weights: those that the engine began with, likewise.
+        seeded: completions of prompts, each of one seed, of the same once more, and of another one.
+        kv_format: setting of the engine's cache of keys and values, where it has one.
     """
 
     samples: Sequence[ExaminedSample]
@@ -103,6 +108,9 @@ class Evidence:
     saved_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
     template_changes: Sequence[str] = ()
     had_other_weights: bool = False
+    earlier_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
+    seeded: Sequence[tuple[Ids, Ids, Ids]] = ()
+    kv_format: str = ""
 
 
 def is_beyond_rounding(found: Floats, wanted: Floats, rounding: Floats) -> bool:
@@ -131,6 +139,8 @@ def point_errors(found: Inspection, wanted: Inspection, rounded: Inspection, poi
         num_tokens = min(len(found[point]), len(wanted[point]))
         here, there, band = (each[point][:num_tokens] for each in (found, wanted, rounded))
         if here.shape != there.shape:
+            if point == "experts":  # another number of them
+                errors.append(PointError(point=point, error=1.0, band=0.0))
             continue
         errors.append(PointError(point=point, error=_distance(point, here, there), band=_distance(point, band, there)))
     return errors

@@ -32,6 +32,7 @@ from offbeat_core import (
     SamplingParams,
     TrainSequence,
     fingerprint,
+    layer_point,
 )
 from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
 from offbeat_objectives import AlgorithmConfig
@@ -41,6 +42,10 @@ from offbeat_training import TensorFolder, whole_box
 _MAX_TOKENS: Final = 128
 """Sampled of each prompt: two sequences of 4,096 numbers in 128 places and 36 layers are 150 MB."""
 _PER_PROMPT: Final = 2
+_SCORED_SINGLY: Final = 4
+"""Samples that the trainer scores by themselves as well."""
+_PROMPTS_OF_SEEDS: Final = 3
+_SEED: Final = 1_000_003
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +121,7 @@ async def _examine(asked: Examined, fleet: Fleet) -> Diagnosis:
         examination = _Examination(asked, fleet, reference)
         evidence = await examination.gather()
         doing("comparing")
-        return await find_causes(evidence, examination.inspect, examination.inspect_scaled, examination.explain)
+        return await find_causes(evidence, examination.inspect, examination.inspect_other, examination.explain)
 
 
 class _Examination:
@@ -134,13 +139,14 @@ class _Examination:
         self._deadline_s = config.async_.update_deadline_s
         [self._engine] = fleet.engines.names
         self._ids: Ids = np.zeros(0, np.int32)
+        self._between: dict[Side, Inspection] = {}
 
     # ── gathering ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def gather(self) -> Evidence:
         """Have the engine sample on four occasions, score what it sampled on all sides, and compare weights."""
         drawn = await self._sample()
-        samples = await self._score(drawn)
+        samples, seeded = await self._score(drawn), await self._draw_by_seed()
         self._ids = max((sample.ids for sample in samples), key=len)
         trainer, saved, engine = await self._fingerprints()
         begun_with = self._saved(list(trainer), self._asked.preflight.model.path)
@@ -151,6 +157,9 @@ class _Examination:
             trainer_weights=trainer,
             saved_weights=saved,
             template_changes=self._template_changes(),
+            earlier_weights=begun_with if self._has_two_versions else {},
+            seeded=seeded,
+            kv_format=str(self._config.rollout.options.get("kv_cache_dtype", "")),
             had_other_weights=self._has_two_versions
             # An adapter that goes alone leaves the model's weights as they were.
             and (
@@ -203,12 +212,30 @@ class _Examination:
         params = self._config.rollout.sampling(self._config.engine.seed)
         return replace(params, max_tokens=min(params.max_tokens, _MAX_TOKENS))
 
+    async def _draw_by_seed(self) -> list[tuple[Ids, Ids, Ids]]:
+        """Sample prompts, one at a time, by one seed, by the same once more, and by another one."""
+        if self._params.temperature == 0:
+            return []
+        doing("sampling", "by seeds")
+        completions = []
+        for number, prompt in enumerate(self._prompts()[:_PROMPTS_OF_SEEDS]):
+            drawn = []
+            for name, seed in (("first", _SEED), ("same", _SEED), ("other", 2 * _SEED)):
+                params = replace(self._params, seed=seed)
+                drawn += await self._draw(f"seed-{number}-{name}", [prompt], num_samples=1, params=params)
+            if len(drawn) == 3:
+                first, same, other = (ids[start:] for ids, start, _ in drawn)
+                completions.append((first, same, other))
+        return completions
+
     async def _draw(
-        self, name: str, prompts: Sequence[Ids], *, num_samples: int = _PER_PROMPT
+        self, name: str, prompts: Sequence[Ids], *, num_samples: int = _PER_PROMPT, params: SamplingParams | None = None
     ) -> list[tuple[Ids, int, Floats]]:
         """Sample prompts at once: ids of prompt and completion, tokens of the prompt, log-probabilities."""
         requests = [
-            GenerateRequest(request_id=f"{name}-{number}", prompt_ids=ids, num_samples=num_samples, params=self._params)
+            GenerateRequest(
+                request_id=f"{name}-{number}", prompt_ids=ids, num_samples=num_samples, params=params or self._params
+            )
             for number, ids in enumerate(prompts)
         ]
         calls = [self._fleet.engines.generate(self._engine, request, self._deadline_s) for request in requests]
@@ -225,6 +252,10 @@ class _Examination:
         trained: list[Floats] = await self._fleet.trainer.call(
             "logprobs", sequences, returns=list[Floats], deadline_s=self._deadline_s
         )
+        singly = [
+            (await self._fleet.trainer.call("logprobs", [one], returns=list[Floats], deadline_s=self._deadline_s))[0]
+            for one in sequences[:_SCORED_SINGLY]
+        ]
         samples = list[ExaminedSample]()
         for (occasion, ids, start, sampled), scores in zip(drawn, trained, strict=True):
             doing("scoring", f"{len(samples)} of {len(drawn)} samples, by engine and reference")
@@ -243,6 +274,7 @@ class _Examination:
                     reference=by_dtype["float32"][start:],
                     rounded_engine=by_dtype[self._formats["rollout engine"]][start:],
                     rounded_trainer=by_dtype[self._formats["trainer"]][start:],
+                    trained_alone=singly[len(samples)][start:] if len(samples) < len(singly) else None,
                 )
             )
         return samples
@@ -323,15 +355,30 @@ class _Examination:
     # ── layers ────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def inspect(self, side: Side, layer: int | None) -> tuple[Inspection, Inspection, Inspection]:
-        """Return the values of a side, of the reference, and of the reference in the side's format."""
+        """Return the values of a side, of the reference, and of the reference in the side's format.
+
+        Those of the reference within a layer come of what the side itself gave to that layer.
+        """
         doing("looking into", side if layer is None else f"{side}, layer {layer}")
         found = await self._ask(side, self._ids, layer)
-        wanted = await self._refer(self._ids, layer, "float32")
-        return found, wanted, await self._refer(self._ids, layer, self._formats[side])
+        if layer is None:
+            self._between[side] = found
+        given = None if layer is None else self._given(side, layer)
+        if layer is not None and layer_point(layer) in self._between[side]:
+            found = {**found, layer_point(layer): self._between[side][layer_point(layer)]}
+        wanted = await self._refer(self._ids, layer, "float32", given=given)
+        return found, wanted, await self._refer(self._ids, layer, self._formats[side], given=given)
 
-    async def inspect_scaled(self, scale: float) -> Inspection:
-        """Return the reference's values within the first layer, with positions times a number."""
-        return await self._refer(self._ids, 0, "float32", scale)
+    def _given(self, side: Side, layer: int) -> Floats | None:
+        """[T, width] of what a side gave to a layer; None where it is the embedding, or where it did not say."""
+        return self._between[side].get(layer_point(layer - 1))
+
+    async def inspect_other(self, side: Side, layer: int, scale: float, other: int) -> Inspection:
+        """Return the reference's values of another layer, or with other positions, for a side's inputs of one."""
+        num_layers = sum(layer_point(number) in self._between[side] for number in range(len(self._between[side])))
+        if not 0 <= other < num_layers or (other != layer and self._given(side, layer) is None):
+            return {}
+        return await self._refer(self._ids, other, "float32", scale, given=self._given(side, layer))
 
     async def explain(self, samples: Sequence[ExaminedSample], what: str) -> Mapping[str, float]:
         sequences = [(sample.ids, sample.num_prompt) for sample in samples]
@@ -349,8 +396,10 @@ class _Examination:
             found = await self._fleet.trainer.call("inspect", ids, layer, returns=returns, deadline_s=self._deadline_s)
         return found
 
-    async def _refer(self, ids: Ids, layer: int | None, dtype: str, scale: float = 1.0) -> Inspection:
-        args, returns = ("inspect", ids, layer, dtype, scale), dict[str, Floats]
+    async def _refer(
+        self, ids: Ids, layer: int | None, dtype: str, scale: float = 1.0, given: Floats | None = None
+    ) -> Inspection:
+        args, returns = ("inspect", ids, layer, dtype, scale, given), dict[str, Floats]
         found: Inspection = await self._reference.call(*args, returns=returns, deadline_s=self._deadline_s)
         return found
 

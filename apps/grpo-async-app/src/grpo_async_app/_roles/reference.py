@@ -1,6 +1,7 @@
 """The reference role: plain transformers in a process of its own, which trainer and engines are compared with."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final
 
@@ -10,16 +11,19 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import Floats, Ids, Inspection, ModelError, SamplingParams
+from offbeat_core import Floats, Ids, Inspection, ModelError, SamplingParams, layer_point
 from offbeat_run import log_line, log_start
 from offbeat_training import record_points
 
 AS_SET: Final = "as set"
 """Name of the reading that is the run's own."""
+SOFT_CAP: Final = "a soft cap on logits"
+"""Beginning of the names of readings that change the head."""
 _SAMPLES_OF_OTHER_PROMPTS: Final = 2
 _TEMPERATURES: Final = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
 _MOST_LEFT_OUT: Final = 16
 """Tokens at the beginning of a prompt, of which each number is tried."""
+_SOFT_CAPS: Final = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0)
 _PENALTIES: Final = (0.9, 1.05, 1.1, 1.2, 1.3)
 
 
@@ -58,11 +62,17 @@ class ReferenceRole:
         return self._models[dtype]
 
     @torch.no_grad()
-    def inspect(self, ids: Ids, layer: int | None, dtype: str, position_scale: float = 1.0) -> Inspection:
-        """See `InspectedEngine.inspect`; what would be computed in `dtype`, with positions times a number."""
-        with record_points(self._model(dtype), layer) as found:
-            self._logits(ids, dtype, position_scale)
-        return {point: values.numpy() for point, values in found.items()}
+    def inspect(
+        self, ids: Ids, layer: int | None, dtype: str, position_scale: float = 1.0, given: Floats | None = None
+    ) -> Inspection:
+        """See `InspectedEngine.inspect`; what would be computed in `dtype`, with positions times a number.
+
+        `given` [T, width], or without the last token, takes the place of the hidden states that enter the layer.
+        """
+        model = self._model(dtype)
+        with record_points(model, layer) as found, _entering(model, layer, given), _leaving(model, layer) as left:
+            self._logits(ids if given is None else ids[: len(given)], dtype, position_scale)
+        return {point: values.numpy() for point, values in (found | left).items()}
 
     @torch.no_grad()
     def logprobs(self, ids: Ids, dtype: str, temperature: float) -> Floats:
@@ -95,9 +105,13 @@ class ReferenceRole:
         pairs, temperature = list(zip(sequences, reported, strict=True)), params.temperature or 1.0
         errors = dict[str, list[Floats]]()
         for (ids, num_prompt), logprobs in pairs:
-            logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
+            every = self._logits(ids, "float32")
+            logits = every[num_prompt - 1 : -1]
             for name, changed in _readings(logits, ids, num_prompt, params):
                 errors.setdefault(name, []).append(np.abs(_chosen(changed, ids, num_prompt) - logprobs))
+            if num_prompt > 1:
+                for name, scored in _misplaced(every / temperature, ids, num_prompt):
+                    errors.setdefault(name, []).append(np.abs(scored - logprobs)[1:])  # the first has none before
         if min(map(_mean, errors.values()), default=0.0) >= 0.1 * _mean(errors.get(AS_SET, [])):
             for (ids, num_prompt), logprobs in pairs[:_SAMPLES_OF_OTHER_PROMPTS]:  # dozens of passes for each
                 for name, prompt in self._other_prompts(ids[:num_prompt]).items():
@@ -125,6 +139,44 @@ class ReferenceRole:
         log_line("ended")
 
 
+@contextmanager
+def _entering(model: Any, layer: int | None, given: Floats | None) -> Iterator[None]:
+    """Give a layer these hidden states in place of its own, where they are as wide."""
+    if layer is None or given is None or given.shape[1] != model.config.get_text_config().hidden_size:
+        yield
+        return
+
+    def put(_: Any, positional: tuple[Any, ...], named: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        own = positional[0] if positional else named["hidden_states"]
+        states = torch.from_numpy(given).to(own.dtype).reshape(own.shape)
+        return ((states, *positional[1:]), named) if positional else ((), {**named, "hidden_states": states})
+
+    hook = model.get_decoder().layers[layer].register_forward_pre_hook(put, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@contextmanager
+def _leaving(model: Any, layer: int | None) -> Iterator[dict[str, Tensor]]:
+    """Record what a layer gives to the next one."""
+    left = dict[str, Tensor]()
+    if layer is None:
+        yield left
+        return
+
+    def note(_: Any, __: Any, output: Any) -> None:
+        states = output[0] if isinstance(output, tuple) else output
+        left[layer_point(layer)] = states.reshape(-1, states.shape[-1]).float()
+
+    hook = model.get_decoder().layers[layer].register_forward_hook(note)
+    try:
+        yield left
+    finally:
+        hook.remove()
+
+
 def _mean(parts: Sequence[Floats]) -> float:
     return float(np.concatenate(parts).mean()) if parts else 0.0
 
@@ -134,6 +186,14 @@ def _chosen(logits: Tensor, ids: Ids, num_prompt: int) -> Floats:
     target = torch.from_numpy(ids[num_prompt:, None]).long()
     found: Floats = logits.log_softmax(-1).gather(-1, target)[:, 0].numpy()
     return found
+
+
+def _misplaced(logits_TV: Tensor, ids: Ids, num_prompt: int) -> Iterator[tuple[str, Floats]]:
+    """Yield log-probabilities that come of an index which is off by one."""
+    before = logits_TV[num_prompt - 2 : -2]
+    yield "each token has the log-probability of the one before", _chosen(before, ids[:-1], num_prompt - 1)
+    yield "each token is scored by the logits of the place before", _chosen(before, ids, num_prompt)
+    yield "each token is scored by the logits of the place behind", _chosen(logits_TV[num_prompt:], ids, num_prompt)
 
 
 def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams) -> Iterator[tuple[str, Tensor]]:
@@ -150,6 +210,8 @@ def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams)
         yield f"top_k = {top_k} in place of none", _cut(scaled, SamplingParams(top_k=top_k))
     for top_p in (0.8, 0.9, 0.95) if params.top_p == 1 else ():
         yield f"top_p = {top_p:g} in place of 1", _cut(scaled, SamplingParams(top_p=top_p))
+    for cap in _SOFT_CAPS:
+        yield f"{SOFT_CAP} of {cap:g}", cap * torch.tanh(logits / cap) / temperature
     for penalty in _PENALTIES:
         yield f"a repetition penalty of {penalty:g}", _penalised(logits, ids, num_prompt, penalty) / temperature
 
