@@ -153,7 +153,8 @@ class RecoverableTrainEngine(TrainEngine, Protocol):
     def keep_copies(self, version: int, note: bytes = b"") -> None:
         """Copy the state of each rank to another one, in place of the copies of the version before.
 
-        It may return before they have arrived: then those of the version before are held still, and the next call waits.
+        It may return before they have arrived: those of the version before are held until then, and the next call
+        waits.
 
         Args:
             version: grows with each call; the same on all ranks.

@@ -33,6 +33,7 @@ from offbeat_mesh import Group
 from offbeat_training import ClippedAdamW, random_state, restore_random_state
 
 _CLOSING_S: Final = 2.0
+"""Time for copies that are almost there, when ranks close or are made anew."""
 _ALIGN: Final = 16
 """Tensors begin at a multiple of so many bytes, so that they can be read where they lie."""
 
