@@ -1,18 +1,22 @@
 """A rank of the trainer that dies is replaced, and the run ends as an undisturbed one: real processes, killed."""
 
+import asyncio
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import pytest
 from grpo_runs import Main, latest_checkpoint, run_to_its_end, trained_prompts, values_of
-from role_faults import last_value, role_pids, signal_role, updates
+from role_faults import last_value, role_pids, updates
 
+from grpo_async_app._roles.rollout import RolloutRole
 from grpo_async_app._roles.trainer import TrainerRole
+from offbeat_core import Completion, GenerateRequest
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._state.copies import PeerCopies
 from offbeat_testing import CommandLine, RunningCommand
@@ -132,20 +136,51 @@ def test_ranks_that_die_are_replaced_and_the_run_ends_with_the_bits_of_an_undist
 
 
 @pytest.mark.nightly
-def test_the_others_stay_and_engines_too(forked_main: Main, config: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    with RunningCommand(forked_main, "train", config, "--out", run, *HEALS, "--data.epochs=8") as process:
-        process.wait_until(lambda: len(updates(run)) >= 3, "3 updates")
+@pytest.mark.timeout(180)
+def test_the_others_stay_and_engines_go_on_sampling(
+    forked_main: Main,
+    config: Path,
+    tmp_path: Path,
+    dying: Callable[[str, int, int], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Requests end between the death of a rank, which takes a while to replace here, and its return."""
+    run, flag, noted = tmp_path / "run", dying("backward", 0, 3), tmp_path / "noted"
+    generate, rejoin = RolloutRole.generate, TrainerRole.rejoin
+
+    def note(what: str) -> None:
+        with noted.open("a") as file:
+            file.write(f"{time.time()} {what}\n")
+
+    @wraps(generate)
+    async def slowly(role: RolloutRole, request: GenerateRequest) -> list[Completion]:
+        await asyncio.sleep(0.2)
+        completions = await generate(role, request)
+        note("sampled")
+        return completions
+
+    @wraps(rejoin)  # by its annotations the actor decodes arguments
+    def rejoin_late(role: TrainerRole, *args: Any) -> None:
+        time.sleep(2)
+        rejoin(role, *args)
+        note("rejoined")
+
+    monkeypatch.setattr(RolloutRole, "generate", slowly)
+    monkeypatch.setattr(TrainerRole, "rejoin", rejoin_late)
+    words = (*HEALS, "--data.epochs=2", "--async.staleness_threshold=1")
+    with RunningCommand(forked_main, "train", config, "--out", run, *words) as process:
+        process.wait_until(lambda: len(updates(run)) >= 2, "2 updates")
         before = role_pids(process)
-        signal_role(process, "trainer-0", signal.SIGKILL)
         process.wait_until(lambda: "replaced after" in process.output, "another rank")
         after = role_pids(process)
         assert process.wait() == 0, process.output
-    assert {role: after.get(role) for role in ("trainer-1", "rollout-0")} == {
-        role: before[role] for role in ("trainer-1", "rollout-0")
-    }
+    kept = ("trainer-1", "rollout-0")
+    assert {role: after.get(role) for role in kept} == {role: before[role] for role in kept}
     assert "trainer-0" not in after
-    assert sorted(trained_prompts(run).values()) == [8] * NUM_TRAIN
+    events = [line.split() for line in noted.read_text().splitlines()]
+    end_s = max(float(when) for when, what in events if what == "rejoined")
+    assert [when for when, what in events if what == "sampled" and flag.stat().st_mtime < float(when) < end_s], events
+    assert sorted(trained_prompts(run).values()) == [2] * NUM_TRAIN
 
 
 @pytest.mark.nightly
