@@ -196,6 +196,36 @@ def keep_computed(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cache, "REUSE_FROM_TOKENS", 4)
 
 
+def lost_between_turns(patch: pytest.MonkeyPatch) -> None:
+    """What goes on after a reply finds zeros in place of the last keys and values of the turn before."""
+    own = cache.KVCache.reuse
+
+    def reuse(self: Any, tokens: Any, row: Any, adapter: str = "") -> None:
+        own(self, tokens, row, adapter)
+        if row.cached and len(tokens) - row.cached > 4:
+            row.kv[..., max(row.cached - 4, 0) : row.cached, :] = 0
+
+    patch.setattr(cache.KVCache, "reuse", reuse)
+    patch.setattr(cache, "REUSE_FROM_TOKENS", 4)
+
+
+def among_the_likeliest(own: Any) -> Any:
+    """Samples are drawn from 20 tokens, and what is reported of them is right."""
+    return lambda logits, params, uniforms, **named: own(
+        logits, [replace(each, top_k=20) for each in params], uniforms, **named
+    )
+
+
+def mirror_images(patch: pytest.MonkeyPatch) -> None:
+    """The engine sees images as in a mirror."""
+    own = engine.TorchRolloutEngine.generate
+
+    async def generate(self: Any, request: Any) -> Any:
+        return await own(self, replace(request, images=tuple(image[:, ::-1].copy() for image in request.images)))
+
+    patch.setattr(engine.TorchRolloutEngine, "generate", generate)
+
+
 def at_temperature_one(own: Any) -> Any:
     return lambda **named: own(**{**named, "temperature": 1.0})
 
@@ -424,6 +454,8 @@ FAULTS: dict[str, Fault] = {
     "engine: samples mixed": Fault(changed(runner.ModelRunner, "_push", mixed_rows), "state", "batch"),
     "engine: old keys and values": Fault(keep_computed, "state", "cache of another version"),
     "engine: one seed": Fault(changed(runner, "uniforms", same_seed), "state", "seeds"),
+    "engine: lost between turns": Fault(lost_between_turns, "state", "turns"),
+    "engine: 20 tokens": Fault(changed(runner, "draw", among_the_likeliest), "inputs", "draws: top_k = 20"),
     "engine: temperature": Fault(changed(runner, "draw", at_another_temperature), "inputs", "temperature = 1"),
     "engine: a penalty": Fault(changed(runner.ModelRunner, "_draw", with_penalty), "inputs", "penalty of 1.2"),
     "engine: a token before": Fault(

@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
+from draw_geometry import main as draw_geometry
 from grpo_runs import Main, run_to_its_end
-from planted_mismatches import FAULTS
+from planted_mismatches import FAULTS, mirror_images
 
 from grpo_async_app._config.sections import GrpoConfig
-from grpo_async_app._diagnosis.examine import for_diagnosis
+from grpo_async_app._diagnosis.settings import for_diagnosis
 from grpo_async_app._preflight.preflight import check_run
 from offbeat_core import load_config
 from offbeat_testing import CommandLine, RunningCommand, small_grpo_run, tiny_model, tiny_vision_model
@@ -139,21 +140,16 @@ HEALTHY: dict[str, tuple[Any, tuple[str, ...]]] = {
 BY_DAY: Final = {
     "bfloat16",
     "adapter",
-    "engine: positions scaled",
     "engine: prompts see ahead",
     "engine: a weight",
     "engine: keys of tokens sampled",
-    "engine: samples mixed",
     "engine: old keys and values",
     "engine: positions scaled in one layer",
     "engine: cache in 8 bits",
     "engine: temperature",
-    "engine: a token before",
-    "engine: a seed not heeded",
-    "trainer: positions",
     "trainer: last product of the MLP",
 }
-"""One or two of each kind, on each side; the others wait for the night."""
+"""One or two of each kind; the others wait for the night."""
 
 
 def by_day(names: Iterable[str]) -> list[Any]:
@@ -179,3 +175,24 @@ def test_a_fault_is_named(forked_main: Main, run: Path, monkeypatch: pytest.Monk
     assert (first["kind"], fault.where in first["where"], fault.says in first["text"]) == (fault.kind, True, True), (
         first
     )
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("fault", ["", "mirrored"])
+def test_prompts_with_images_are_examined(
+    forked_main: Main, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """All prompts of the run have images: text is what is left of them without."""
+    draw_geometry([str(tmp_path / "figures"), "--train", "8", "--test", "2", "--size-px", "64"])
+    model = tiny_vision_model(tmp_path / "model", "qwen3_vl", spread=0.2)
+    config, out = small_grpo_run(tmp_path, model), tmp_path / "out"
+    if fault:
+        mirror_images(monkeypatch)
+    words = (f"--data.path={tmp_path / 'figures'}", "--data.prompt_column=problem", "--data.max_prompt_tokens=128")
+    words += ("--rollout.max_model_len=200", "--rollout.dtype=float32", f"--out={out}")
+    with RunningCommand(forked_main, "diagnose", config, *words) as process:
+        code = process.wait(100)
+        assert code == (5 if fault else 0), process.output
+    found = json.loads((out / "diagnosis.json").read_text())["findings"]
+    assert [each["where"] for each in found] == (["rollout engine: images"] if fault else [])
+    assert all(each["text"].endswith(fault) for each in found)

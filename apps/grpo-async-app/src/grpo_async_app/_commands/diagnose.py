@@ -18,8 +18,9 @@ FOUND: Final = 5
 def diagnose_command(words: CommandWords, target: str) -> int:
     """Name what makes log-probabilities of a run differ; 0 where nothing does, FOUND where a cause was found."""
     # Imports transformers, which takes seconds that other commands need not wait for.
-    from grpo_async_app._diagnosis.examine import Examined, examine, for_diagnosis
+    from grpo_async_app._diagnosis.examine import examine
     from grpo_async_app._diagnosis.report import describe, to_json
+    from grpo_async_app._diagnosis.settings import Examined, for_diagnosis
 
     style = words.options.get("format", "text")
     if style not in _FORMATS:

@@ -12,6 +12,7 @@ from grpo_async_app._diagnosis.evidence import (
     ExaminedSample,
     Occasion,
     PointError,
+    by_lag,
     is_beyond_rounding,
     point_errors,
 )
@@ -40,7 +41,7 @@ from offbeat_core import (
 Kind = Literal["inputs", "weights", "layers", "state", "lag"]
 Side = Literal["rollout engine", "trainer"]
 
-_SIDES: Final[Mapping[Side, str]] = {"trainer": "trained", "rollout engine": "alone"}
+SIDES: Final[Mapping[Side, str]] = {"trainer": "trained", "rollout engine": "alone"}
 """Log-probabilities that each side computes of a sequence as it is, by their name in `ExaminedSample`."""
 _PARTS: Final = {
     "attention input": "the norm before attention",
@@ -125,7 +126,7 @@ async def find_causes(
     )
     found.findings += _template_findings(evidence)
     wrong_weights = _weight_findings(evidence)
-    for side in _SIDES:
+    for side in SIDES:
         wrong, is_stale = wrong_weights[side], _are_stale(evidence, wrong_weights[side])
         await _examine_side(side, samples, wrong, is_stale, inspect, inspect_other, explain, found)
     found.findings += await _state_findings(evidence, explain, found.notes)
@@ -193,7 +194,7 @@ async def _examine_side(
     found: Diagnosis,
 ) -> None:
     """Add what makes a side differ from the reference, if anything does."""
-    held = _SIDES[side]
+    held = SIDES[side]
     if held == "alone" and any(sample.alone is None for sample in samples):
         found.notes.append(f"the {side} does not say what it computes: what it reported was compared instead")
         held = "sampled"
@@ -354,8 +355,10 @@ def _best_reading(readings: Mapping[str, float]) -> str:
 def _describe_state(beyond: set[Occasion], seen: set[Occasion], samples: Sequence[ExaminedSample]) -> str:
     if beyond == {"before and after the update"}:
         return "cache of another version: only prompts that it had sampled before the update"
-    if beyond <= {"before and after the update", "once more"}:
+    if beyond <= {"before and after the update", "once more", "a later turn"} and beyond != {"a later turn"}:
         return "prefix cache: only prompts that it had computed before"
+    if beyond == {"a later turn"}:
+        return "turns: only samples that go on after a reply"
     if "alone" not in beyond and "alone" in seen:
         return "batch: only samples that are computed with others"
     first = np.concatenate([np.abs(each.sampled - each.alone)[:1] for each in samples if each.alone is not None])
@@ -397,16 +400,17 @@ def _seed_findings(evidence: Evidence) -> list[Finding]:
 
 def _lag_findings(evidence: Evidence) -> list[Finding]:
     """Say how much of the mismatch of the run's own samples comes with lag."""
-    if not evidence.lagged:
+    lagged = by_lag(evidence.lagged)
+    if not lagged:
         return []
-    fresh = [_mean(each.errors) for each in evidence.lagged if not each.lag]
+    fresh = [_mean(each.errors) for each in lagged if not each.lag]
     base = (
         fresh[0]
         if fresh
         else _mean(np.abs(_joined(evidence.samples, "sampled") - _joined(evidence.samples, "trained")))
     )
     parts, most = [], 0.0
-    for each in sorted(evidence.lagged, key=lambda tokens: tokens.lag):
+    for each in lagged:
         if each.lag:
             nats = _mean(each.errors)
             parts.append(

@@ -9,11 +9,11 @@ from typing import Final, Literal
 
 import numpy as np
 
-from offbeat_core import Fingerprint, Floats, Ids, Inspection
+from offbeat_core import Fingerprint, Floats, Ids, Image, Inspection
 
-Occasion = Literal["before and after the update", "alone", "with others", "once more"]
-"""When a prompt was sampled: after the engine had sampled it under the weights before, by itself, in a batch with
-others, and right after such a batch."""
+Occasion = Literal["before and after the update", "alone", "a later turn", "with others", "once more", "with images"]
+"""When a prompt was sampled: after the engine had sampled it under the weights before, by itself, as what goes on after
+a reply to that, in a batch with others, right after such a batch, and with its images."""
 
 FLOOR_NATS: Final = 2e-4
 """Two kernels of float32 differ by less, also where `rounded` and `reference` are the same numbers."""
@@ -38,6 +38,7 @@ class ExaminedSample:
         rounded_engine: by transformers in the engine's format.
         rounded_trainer: by transformers in the trainer's.
         trained_alone: by the trainer, of this sequence and no other; None where it was not asked.
+        images: of the prompt.
     """
 
     ids: Ids
@@ -50,6 +51,7 @@ class ExaminedSample:
     rounded_engine: Floats
     rounded_trainer: Floats
     trained_alone: Floats | None = None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,11 +60,21 @@ class LaggedTokens:
 
     Args:
         lag: updates between that version and the checkpoint.
+        is_later_turn: they were sampled after a reply.
         errors: [N] |trainer's log-probability under the checkpoint - the engine's when it sampled|, nats.
     """
 
     lag: int
+    is_later_turn: bool = False
     errors: Floats
+
+
+def by_lag(lagged: Sequence[LaggedTokens]) -> list[LaggedTokens]:
+    """Return tokens of all turns together, the smallest lag first."""
+    parts: dict[int, list[Floats]] = {}
+    for each in lagged:
+        parts.setdefault(each.lag, []).append(each.errors)
+    return [LaggedTokens(lag=lag, errors=np.concatenate(errors)) for lag, errors in sorted(parts.items())]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +101,9 @@ class Evidence:
     """Everything that was seen.
 
     Args:
-        samples: of the engine that was started for the diagnosis.
+        samples: of the engine that was started for the diagnosis, of text.
+        pictured: likewise, of prompts with images; engines say nothing more of them.
+        num_past_end: samples that went on after a token that ends them.
         lagged: of the run.
         engine_weights: fingerprints by name; empty where the engine does not say.
         trainer_weights: likewise, rounded to the engine's format.
@@ -102,6 +116,8 @@ class Evidence:
     """
 
     samples: Sequence[ExaminedSample]
+    pictured: Sequence[ExaminedSample] = ()
+    num_past_end: int = 0
     lagged: Sequence[LaggedTokens] = ()
     engine_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
     trainer_weights: Mapping[str, Fingerprint] = field(default_factory=dict)

@@ -1,107 +1,60 @@
 """Gathers evidence: starts trainer, engine and reference, and has the engine sample the run's prompts."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import numpy as np
 import torch
 
-from grpo_async_app._config.agent import AgentConfig
-from grpo_async_app._config.critic import CriticConfig
-from grpo_async_app._config.sections import EvalConfig, GrpoConfig, TeacherConfig
 from grpo_async_app._diagnosis.causes import Diagnosis, Side, find_causes
 from grpo_async_app._diagnosis.evidence import Evidence, ExaminedSample, LaggedTokens, Occasion
+from grpo_async_app._diagnosis.inputs import add_input_findings
+from grpo_async_app._diagnosis.settings import Examined
 from grpo_async_app._fleet.fleet import Fleet
-from grpo_async_app._preflight.preflight import Preflight
 from grpo_async_app._roles.groups import SampledGroup, load_groups
 from grpo_async_app._run.backend import LOOP_FOLDER
 from grpo_async_app._run.interruption import run_interruptible
 from grpo_async_app._run.log.activity import describe_start, following
 from grpo_async_app._run.session import watched_driver
-from grpo_async_app._shrink_reward import REWARD
 from offbeat_actors import ActorHandle, gather_or_cancel
 from offbeat_core import (
-    ConfigError,
     Fingerprint,
     Floats,
     GenerateRequest,
     Ids,
+    Image,
     Inspection,
     SamplingParams,
     TrainSequence,
     fingerprint,
     layer_point,
+    read_eos_ids,
+    read_model_json,
 )
-from offbeat_data import CurriculumConfig, EnvironmentConfig, RewardConfig
-from offbeat_objectives import AlgorithmConfig
 from offbeat_run import doing
 from offbeat_training import TensorFolder, whole_box
 
 _MAX_TOKENS: Final = 128
 """Sampled of each prompt: two sequences of 4,096 numbers in 128 places and 36 layers are 150 MB."""
 _PER_PROMPT: Final = 2
+_PICTURED: Final = 4
+"""Prompts with images that are sampled."""
+_REPLY_TOKENS: Final = 8
+"""Tokens, of another prompt, that a later turn reads after the one before."""
 _SCORED_SINGLY: Final = 4
 """Samples that the trainer scores by themselves as well."""
 _PROMPTS_OF_SEEDS: Final = 3
 _SEED: Final = 1_000_003
 
 
-@dataclass(frozen=True, kw_only=True)
-class Examined:
-    """Settings of a diagnosis.
-
-    Args:
-        preflight: of the run as `for_diagnosis` has it.
-        checkpoint: whose weights are examined; None: the model that the run starts from.
-        step: updates done by them.
-        num_samples: of the engine, about.
-        log_folder: takes the logs of the roles.
-    """
-
-    preflight: Preflight
-    checkpoint: Path | None
-    step: int
-    num_samples: int
-    log_folder: Path
-
-    @property
-    def weights(self) -> Path:
-        return self.checkpoint or self.preflight.model.path
-
-
-def for_diagnosis(config: GrpoConfig) -> GrpoConfig:
-    """Return the run with one engine, and without what only judges, teaches, validates or serves.
-
-    Raises:
-        ConfigError: its trainer and engines take turns on one device, or its prompts have turns of others.
-    """
-    if config.cluster.colocate:
-        raise ConfigError(
-            "diagnose has trainer and engine up at once, and cluster.colocate = true lets them take turns: give "
-            "--cluster.colocate false, with devices for both"
-        )
-    return replace(
-        config,
-        curriculum=CurriculumConfig(),
-        reward=RewardConfig(name=REWARD),  # nothing is judged
-        teacher=TeacherConfig(),
-        critic=CriticConfig(),
-        agent=AgentConfig(),
-        environment=EnvironmentConfig(),
-        algorithm=AlgorithmConfig(),
-        engine=replace(config.engine, options=_without_copies(config.engine.options)),
-        rollout=replace(config.rollout, num_engines=1, serve_port=None, full_sync_every=1),
-        log=replace(config.log, trackers=()),
-        eval=EvalConfig(every_updates=0),
-        profile=replace(config.profile, steps=""),
-    )
-
-
-def _without_copies(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a trainer's options without the copies by which ranks are replaced, which nothing is trained for."""
-    return {name: value for name, value in options.items() if name != "peer_copies"}
+_IMAGE_TOKENS: Final = (
+    *("image_token_id", "image_token_index", "vision_start_token_id", "vision_end_token_id"),
+    *("boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index"),
+)
+"""Keys of config.json under which families name the tokens of an image."""
 
 
 def examine(asked: Examined) -> Diagnosis:
@@ -121,7 +74,9 @@ async def _examine(asked: Examined, fleet: Fleet) -> Diagnosis:
         examination = _Examination(asked, fleet, reference)
         evidence = await examination.gather()
         doing("comparing")
-        return await find_causes(evidence, examination.inspect, examination.inspect_other, examination.explain)
+        found = await find_causes(evidence, examination.inspect, examination.inspect_other, examination.explain)
+        await add_input_findings(evidence, found, examination.explain_images, examination.explain_drawn)
+        return found
 
 
 class _Examination:
@@ -150,8 +105,11 @@ class _Examination:
         self._ids = max((sample.ids for sample in samples), key=len)
         trainer, saved, engine = await self._fingerprints()
         begun_with = self._saved(list(trainer), self._asked.preflight.model.path)
+        ends = read_eos_ids(self._asked.preflight.model.path)
         return Evidence(
             samples=samples,
+            pictured=await self._pictured(),
+            num_past_end=sum(bool(np.isin(each.ids[each.num_prompt : -1], list(ends)).any()) for each in samples),
             lagged=await self._lagged(),
             engine_weights=engine,
             trainer_weights=trainer,
@@ -186,8 +144,13 @@ class _Examination:
         # Single samples: engines may reuse what they hold of a prompt for these, and not for groups.
         again_drawn = await self._draw("again", again, num_samples=1)
         drawn = [("before and after the update", *one) for one in again_drawn]
+        first_turns = []
         for number, prompt in enumerate(alone):
-            drawn += [("alone", *one) for one in await self._draw(f"alone-{number}", [prompt], num_samples=1)]
+            first_turns += await self._draw(f"alone-{number}", [prompt], num_samples=1)
+        drawn += [("alone", *one) for one in first_turns]
+        later = [np.concatenate([ids, alone[0][:_REPLY_TOKENS]]) for ids, _, _ in first_turns]
+        later = [ids for ids in later if len(ids) + self._params.max_tokens <= self._config.rollout.max_model_len]
+        drawn += [("a later turn", *one) for one in await self._draw("later", later, num_samples=1)]
         drawn += [("with others", *one) for one in await self._draw("together", together)]
         drawn += [("once more", *one) for one in await self._draw("repeated", together, num_samples=1)]
         return drawn  # type: ignore[return-value]
@@ -197,15 +160,24 @@ class _Examination:
 
         What a cache holds of one is then of no use to another, and each occasion shows what it alone does.
         """
-        prompts = [prompt.ids for prompt in self._asked.preflight.prompts.train if not prompt.pictures]
-        if not prompts:
-            raise ConfigError("diagnose compares prompts of text, and all prompts of the run have images")
+        train = self._asked.preflight.prompts.train
+        prompts = [prompt.ids for prompt in train if not prompt.pictures]
+        prompts = prompts or [self._text_of(prompt.ids) for prompt in train]
         wanted = max(3, self._asked.num_samples // (2 * _PER_PROMPT))
         chosen = [prompts[index * len(prompts) // wanted % len(prompts)].copy() for index in range(wanted)]
         known = np.unique(np.concatenate(chosen))
         for number, ids in enumerate(chosen):
             ids[min(1, len(ids) - 1)] = known[number % len(known)]
         return chosen
+
+    def _text_of(self, ids: Ids) -> Ids:
+        """Return a prompt without its images: their placeholders, and the tokens around them."""
+        return ids[~np.isin(ids, list(self._image_tokens))]
+
+    @property
+    def _image_tokens(self) -> set[int]:
+        about = read_model_json(self._asked.preflight.model.path / "config.json")
+        return {about[name] for name in _IMAGE_TOKENS if about.get(name) is not None}
 
     @property
     def _params(self) -> SamplingParams:
@@ -229,12 +201,22 @@ class _Examination:
         return completions
 
     async def _draw(
-        self, name: str, prompts: Sequence[Ids], *, num_samples: int = _PER_PROMPT, params: SamplingParams | None = None
+        self,
+        name: str,
+        prompts: Sequence[Ids],
+        *,
+        num_samples: int = _PER_PROMPT,
+        params: SamplingParams | None = None,
+        images: tuple[Image, ...] = (),
     ) -> list[tuple[Ids, int, Floats]]:
         """Sample prompts at once: ids of prompt and completion, tokens of the prompt, log-probabilities."""
         requests = [
             GenerateRequest(
-                request_id=f"{name}-{number}", prompt_ids=ids, num_samples=num_samples, params=params or self._params
+                request_id=f"{name}-{number}",
+                prompt_ids=ids,
+                num_samples=num_samples,
+                params=params or self._params,
+                images=images,
             )
             for number, ids in enumerate(prompts)
         ]
@@ -279,8 +261,44 @@ class _Examination:
             )
         return samples
 
-    async def _score_by_reference(self, ids: Ids, dtype: str) -> Floats:
-        args = ("logprobs", ids, dtype, self._temperature)
+    async def _pictured(self) -> list[ExaminedSample]:
+        """Sample prompts with images, and have what was sampled scored by trainer and reference."""
+        prompts = [prompt for prompt in self._asked.preflight.prompts.train if prompt.pictures][:_PICTURED]
+        samples, image_tokens = list[ExaminedSample](), list(self._image_tokens)
+        for number, prompt in enumerate(prompts):
+            doing("sampling", "prompts with images")
+            images = await asyncio.to_thread(getattr, prompt, "images")
+            drawn = await self._draw(f"pictured-{number}", [prompt.ids], images=images)
+            for ids, start, sampled in drawn:
+                # A model may sample a placeholder, which stands for no image.
+                strange = np.flatnonzero(np.isin(ids[start:], image_tokens))
+                whole = start + int(strange[0]) if len(strange) else len(ids)
+                if whole > start:
+                    samples.append(await self._score_pictured(ids[:whole], start, sampled[: whole - start], images))
+        return samples
+
+    async def _score_pictured(self, ids: Ids, start: int, sampled: Floats, images: tuple[Image, ...]) -> ExaminedSample:
+        sequence = TrainSequence(ids=ids, loss_mask=np.arange(len(ids)) >= start, images=images)
+        [trained] = await self._fleet.trainer.call(
+            "logprobs", [sequence], returns=list[Floats], deadline_s=self._deadline_s
+        )
+        dtypes = {"float32", *self._formats.values()}
+        by_dtype = {dtype: await self._score_by_reference(ids, dtype, images) for dtype in dtypes}
+        return ExaminedSample(
+            ids=ids,
+            num_prompt=start,
+            occasion="with images",
+            sampled=sampled,
+            alone=None,
+            trained=trained[start:],
+            reference=by_dtype["float32"][start:],
+            rounded_engine=by_dtype[self._formats["rollout engine"]][start:],
+            rounded_trainer=by_dtype[self._formats["trainer"]][start:],
+            images=images,
+        )
+
+    async def _score_by_reference(self, ids: Ids, dtype: str, images: tuple[Image, ...] = ()) -> Floats:
+        args = ("logprobs", ids, dtype, self._temperature, images)
         found: Floats = await self._reference.call(*args, returns=Floats, deadline_s=self._deadline_s)
         return found
 
@@ -331,14 +349,18 @@ class _Examination:
         scores: list[Floats] = await self._fleet.trainer.call(
             "logprobs", sequences, returns=list[Floats], deadline_s=self._deadline_s
         )
-        errors: dict[int, list[Floats]] = {}
+        errors: dict[tuple[int, bool], list[Floats]] = {}
         for (_, trajectory), sequence, scored in zip(pairs, sequences, scores, strict=True):
             distance, start = np.abs(scored[sequence.loss_mask] - trajectory.logprobs), 0
-            for segment in trajectory.segments:
-                lag = self._asked.step - segment.version
-                errors.setdefault(lag, []).append(distance[start : start + segment.num_tokens])
-                start += segment.num_tokens
-        return [LaggedTokens(lag=lag, errors=np.concatenate(parts)) for lag, parts in sorted(errors.items())]
+            for turn, completion in enumerate(trajectory.turns):
+                for segment in completion.segments:
+                    key = (self._asked.step - segment.version, turn > 0)
+                    errors.setdefault(key, []).append(distance[start : start + segment.num_tokens])
+                    start += segment.num_tokens
+        return [
+            LaggedTokens(lag=lag, is_later_turn=is_later, errors=np.concatenate(parts))
+            for (lag, is_later), parts in sorted(errors.items())
+        ]
 
     def _template_changes(self) -> list[str]:
         """Prompts of the run that are rendered otherwise now."""
@@ -386,6 +408,23 @@ class _Examination:
         found: dict[str, float] = await self._reference.call(
             "sampling_errors", sequences, reported, self._params, returns=dict[str, float], deadline_s=self._deadline_s
         )
+        return found
+
+    async def explain_images(self, samples: Sequence[ExaminedSample], side: Side) -> Mapping[str, float]:
+        doing("looking into", f"{side}, images")
+        sequences = [(sample.ids, sample.num_prompt, sample.images) for sample in samples]
+        reported = [sample.sampled if side == "rollout engine" else sample.trained for sample in samples]
+        args, returns = ("image_errors", sequences, reported, self._temperature), dict[str, float]
+        found: dict[str, float] = await self._reference.call(*args, returns=returns, deadline_s=self._deadline_s)
+        return found
+
+    async def explain_drawn(self, samples: Sequence[ExaminedSample]) -> Mapping[str, float]:
+        """Return nothing where the engine does not draw."""
+        if self._params.temperature == 0:
+            return {}
+        sequences = [(sample.ids, sample.num_prompt) for sample in samples]
+        args, returns = ("drawn_likelihoods", sequences, self._params), dict[str, float]
+        found: dict[str, float] = await self._reference.call(*args, returns=returns, deadline_s=self._deadline_s)
         return found
 
     async def _ask(self, side: Side, ids: Ids, layer: int | None) -> Inspection:

@@ -9,7 +9,7 @@ from offbeat_core import Metric, Metrics, RecoverableTrainEngine, TensorSpec, Tr
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """What a rank keeps beside the copy of its state: its last update's metrics, and its weights as they travel."""
+    """Facts that a rank keeps beside the copy of its state: its last update's metrics, and its weights as they travel."""
 
     metrics: Metrics
     specs: dict[WeightPart, list[TensorSpec]]

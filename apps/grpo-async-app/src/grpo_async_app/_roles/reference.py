@@ -1,7 +1,9 @@
 """The reference role: plain transformers in a process of its own, which trainer and engines are compared with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Final
 
@@ -11,7 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from grpo_async_app._config.sections import GrpoConfig
-from offbeat_core import Floats, Ids, Inspection, ModelError, SamplingParams, layer_point
+from grpo_async_app._roles.reference_images import ImageInputs
+from offbeat_core import Floats, Ids, Image, Inspection, ModelError, SamplingParams, layer_point
 from offbeat_run import log_line, log_start
 from offbeat_training import record_points
 
@@ -20,7 +23,10 @@ AS_SET: Final = "as set"
 SOFT_CAP: Final = "a soft cap on logits"
 """Beginning of the names of readings that change the head."""
 _SAMPLES_OF_OTHER_PROMPTS: Final = 2
-_TEMPERATURES: Final = (0.25, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+_TEMPERATURES: Final = tuple(round(0.05 * step, 2) for step in range(1, 41))
+_DRAWN_TEMPERATURES: Final = (0.25, 0.5, 0.7, 1.0, 1.4, 2.0)
+"""Fewer: samples tell temperatures less exactly than log-probabilities do."""
+_BEYOND_CUT_NATS: Final = 5.0
 _MOST_LEFT_OUT: Final = 16
 """Tokens at the beginning of a prompt, of which each number is tried."""
 _SOFT_CAPS: Final = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0)
@@ -75,13 +81,21 @@ class ReferenceRole:
         return {point: values.numpy() for point, values in (found | left).items()}
 
     @torch.no_grad()
-    def logprobs(self, ids: Ids, dtype: str, temperature: float) -> Floats:
+    def logprobs(self, ids: Ids, dtype: str, temperature: float, images: Sequence[Image] = ()) -> Floats:
         """[T] of each token after those before it, nats, 0 for the first, computed in `dtype`."""
-        scored = _chosen(self._logits(ids, dtype)[:-1] / temperature, ids, 1)
+        given = self._image_inputs(ids, images) if images else {}
+        scored = _chosen(self._logits(ids, dtype, given=given)[:-1] / temperature, ids, 1)
         return np.concatenate(([0.0], scored)).astype(np.float32)
 
-    def _logits(self, ids: Ids, dtype: str, position_scale: float = 1.0) -> Tensor:
-        """[T, V] float32."""
+    def _logits(
+        self, ids: Ids, dtype: str, position_scale: float = 1.0, given: Mapping[str, Tensor] | None = None
+    ) -> Tensor:
+        """[T, V] float32; `given` are arguments for images, of which the model makes positions by itself."""
+        if given:
+            pictured: Tensor = self._model(dtype)(torch.from_numpy(ids).long()[None], use_cache=False, **given).logits[
+                0
+            ]
+            return pictured.float()
         places = torch.arange(len(ids))[None]
         # Rotation takes any number; a table of positions would not, and no family of today's has one.
         places = places if position_scale == 1 else places * position_scale
@@ -119,6 +133,49 @@ class ReferenceRole:
                     scored = _chosen(logits / temperature, ids, num_prompt)
                     errors.setdefault(name, []).append(np.abs(scored - logprobs))
         return {name: _mean(parts) for name, parts in errors.items()}
+
+    @cached_property
+    def _image_inputs(self) -> ImageInputs:
+        return ImageInputs(self._folder, self._model("float32").config)
+
+    @torch.no_grad()
+    def image_errors(
+        self, sequences: list[tuple[Ids, int, tuple[Image, ...]]], reported: list[Floats], temperature: float
+    ) -> dict[str, float]:
+        """Mean distance of log-probabilities from those of several readings of the images, nats.
+
+        Args:
+            sequences: [T] token ids, how many of them are the prompt, and its images.
+            reported: [T - prompt] of each.
+            temperature: of sampling.
+        """
+        errors = dict[str, list[Floats]]()
+        for (ids, num_prompt, images), logprobs in zip(sequences, reported, strict=True):
+            right = (AS_SET, self._image_inputs(ids, images))
+            for name, given in (right, *self._image_inputs.readings(ids, images)):
+                scored = _chosen(
+                    self._logits(ids, "float32", given=given)[num_prompt - 1 : -1] / temperature, ids, num_prompt
+                )
+                errors.setdefault(name, []).append(np.abs(scored - logprobs))
+        return {name: _mean(parts) for name, parts in errors.items()}
+
+    @torch.no_grad()
+    def drawn_likelihoods(self, sequences: list[tuple[Ids, int]], params: SamplingParams) -> dict[str, float]:
+        """Log-likelihood of what was sampled under several readings of the sampling settings, nats.
+
+        Args:
+            sequences: [T] token ids, and how many of them are the prompt.
+            params: as the run has them.
+        """
+        found = dict[str, float]()
+        for ids, num_prompt in sequences:
+            logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
+            # What should have been cut costs something more than it does uncut: rounding moves the border of a cut.
+            least = _chosen(logits / (params.temperature or 1.0), ids, num_prompt) - _BEYOND_CUT_NATS
+            for name, reading in _drawn_readings(params):
+                scored = _chosen(_cut(logits / (reading.temperature or 1.0), reading), ids, num_prompt)
+                found[name] = found.get(name, 0.0) + float(np.maximum(scored, least).sum())
+        return found
 
     def _other_prompts(self, prompt: Ids) -> dict[str, Ids]:
         """Return prompts that an engine may have read in place of this one."""
@@ -214,6 +271,22 @@ def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams)
         yield f"{SOFT_CAP} of {cap:g}", cap * torch.tanh(logits / cap) / temperature
     for penalty in _PENALTIES:
         yield f"a repetition penalty of {penalty:g}", _penalised(logits, ids, num_prompt, penalty) / temperature
+
+
+def _drawn_readings(params: SamplingParams) -> Iterator[tuple[str, SamplingParams]]:
+    """Yield readings of the settings that samples may have been drawn by."""
+    yield AS_SET, params
+    if params.is_cut:
+        yield "top_k, top_p and min_p are not heeded", replace(params, top_k=0, top_p=1.0, min_p=0.0)
+    for other in _DRAWN_TEMPERATURES:
+        if other != params.temperature:
+            yield f"temperature = {other:g} in place of {params.temperature:g}", replace(params, temperature=other)
+    for top_k in (1, 5, 10, 20, 50, 100) if not params.top_k else ():
+        yield f"top_k = {top_k} in place of none", replace(params, top_k=top_k)
+    for top_p in (0.5, 0.7, 0.8, 0.9, 0.95) if params.top_p == 1 else ():
+        yield f"top_p = {top_p:g} in place of 1", replace(params, top_p=top_p)
+    for min_p in (0.02, 0.05, 0.1, 0.2) if not params.min_p else ():
+        yield f"min_p = {min_p:g} in place of none", replace(params, min_p=min_p)
 
 
 def _cut(logits: Tensor, params: SamplingParams) -> Tensor:
