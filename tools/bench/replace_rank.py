@@ -18,7 +18,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from functools import wraps
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -72,7 +72,7 @@ class Phases:
     """Seconds and processor seconds of each phase, without those within it."""
 
     def __init__(self) -> None:
-        self.seconds, self.cpu_s = Counter[str](), Counter[str]()
+        self.seconds, self.cpu_s = defaultdict[str, float](float), defaultdict[str, float](float)
         self._inner = [(0.0, 0.0)]
 
     def watch(self, name: str, owner: Any, method: str) -> None:

@@ -9,7 +9,7 @@ from offbeat_core import Metric, Metrics, RecoverableTrainEngine, TensorSpec, Tr
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """Facts that a rank keeps beside the copy of its state: its last update's metrics, and its weights as they travel."""
+    """Facts beside the copy of a rank's state: metrics of its last update, and its weights as they travel."""
 
     metrics: Metrics
     specs: dict[WeightPart, list[TensorSpec]]
