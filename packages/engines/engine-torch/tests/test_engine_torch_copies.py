@@ -1,14 +1,17 @@
 """A rank that dies is replaced from copies in memory, and the run ends with the bits of an undisturbed one."""
 
+import socket
 import threading
 
 import pytest
+import torch
 from dying_ranks import Death, train
 
-from offbeat_core import ConfigError, TrainEngineConfig
+from offbeat_core import ConfigError, DeadlineError, TrainEngineConfig
 from offbeat_engine_torch import TorchTrainEngine
 from offbeat_engine_torch._family_check import FamilyCheck
 from offbeat_engine_torch._state.copies import PackedState, PeerCopies
+from offbeat_engine_torch._state.ring import Ring
 from offbeat_testing import tiny_model
 
 EVERYWHERE = (
@@ -119,6 +122,15 @@ def test_the_next_update_does_not_wait_for_copies_but_the_next_copies_do(model_f
     assert 1 in engine.copies.held
     engine.copies.wait()
     assert [PackedState(each.own).note for each in engine.copies.held.values()] == [b"of 2"]
+
+
+def test_a_rank_that_sends_no_copy_is_named_at_the_deadline():
+    ends = [socket.socketpair() for _ in range(2)]
+    ends[0][0].settimeout(0.2)
+    ring = Ring(before=3, incoming=ends[0][0], outgoing=ends[1][0])
+    with pytest.raises(DeadlineError, match=r"copies of ranks' states: waited 0\.2 s for rank 3"):
+        ring.pass_on(torch.zeros(8 * 2**20, dtype=torch.uint8), 8)
+    ring.close()
 
 
 def test_copies_need_a_second_rank(model_folder):

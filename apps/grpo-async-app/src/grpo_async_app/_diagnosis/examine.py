@@ -48,8 +48,6 @@ _SCORED_SINGLY: Final = 4
 """Samples that the trainer scores by themselves as well."""
 _PROMPTS_OF_SEEDS: Final = 3
 _SEED: Final = 1_000_003
-
-
 _IMAGE_TOKENS: Final = (
     *("image_token_id", "image_token_index", "vision_start_token_id", "vision_end_token_id"),
     *("boi_token_id", "eoi_token_id", "boi_token_index", "eoi_token_index"),
@@ -131,7 +129,7 @@ class _Examination:
         return self._asked.checkpoint is not None and self._asked.step > 0
 
     async def _sample(self) -> list[tuple[Occasion, Ids, int, Floats]]:
-        """Sample: prompts again after an update of weights; others alone; others together, and these once more."""
+        """Sample: prompts again after an update of weights; others alone, and later turns; others together, twice."""
         engines, prompts = self._fleet.engines, self._prompts()
         third = max(1, len(prompts) // 3)
         again, alone, together = prompts[:third], prompts[third : 2 * third], prompts[2 * third :]

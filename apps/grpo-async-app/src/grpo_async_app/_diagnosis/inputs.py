@@ -57,16 +57,13 @@ async def _image_findings(evidence: Evidence, found: Diagnosis, explain: Explain
 
 def _joined(samples: Sequence[ExaminedSample], side: Side, what: str) -> Floats:
     """[N] of all samples: what a side held, the reference has, or rounding explains."""
-    parts = []
+    parts, is_engine = [], side == "rollout engine"
     for sample in samples:
-        held, rounded = (
-            (sample.sampled, sample.rounded_engine)
-            if side == "rollout engine"
-            else (sample.trained, sample.rounded_trainer)
-        )
-        parts.append(
-            {"held": held, "reference": sample.reference, "rounding": np.abs(rounded - sample.reference)}[what]
-        )
+        held, rounded = sample.trained, sample.rounded_trainer
+        if is_engine:
+            held, rounded = sample.sampled, sample.rounded_engine
+        of_sample = {"held": held, "reference": sample.reference, "rounding": np.abs(rounded - sample.reference)}
+        parts.append(of_sample[what])
     return np.concatenate(parts) if parts else np.zeros(0, np.float32)
 
 

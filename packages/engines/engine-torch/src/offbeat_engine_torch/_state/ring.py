@@ -16,7 +16,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from offbeat_core import PeerFailedError
+from offbeat_core import DeadlineError, PeerFailedError
 from offbeat_mesh import Group, current_world
 
 _TOKEN_BYTES: Final = 16
@@ -30,7 +30,7 @@ class Ring:
 
     Args:
         before: number of the rank that sends to this one, for errors.
-        incoming, outgoing: connected.
+        incoming, outgoing: connected, with timeouts, which are for the next bytes.
     """
 
     def __init__(self, before: int, incoming: socket.socket, outgoing: socket.socket) -> None:
@@ -59,6 +59,7 @@ class Ring:
                 raise PeerFailedError("a neighbour in the ring of ranks", f"no connection: {error}") from error
         for end in (incoming, outgoing):
             _notice_silence(end)
+            end.settimeout(world.deadline_s)
         return cls((ranks.rank - 1) % ranks.size, incoming, outgoing)
 
     def pass_on(self, own: Tensor, num_bytes: int) -> Tensor:
@@ -70,6 +71,7 @@ class Ring:
 
         Raises:
             PeerFailedError: a connection has ended.
+            DeadlineError: no byte has come for so long.
         """
         arrived = torch.empty(num_bytes, dtype=torch.uint8)
         sending = threading.Thread(target=self._send, args=(own.numpy().data,), daemon=True)
@@ -82,13 +84,17 @@ class Ring:
                     raise ConnectionError("it has closed its connection")
                 left = left[count:]
         except OSError as error:
+            if isinstance(error, TimeoutError) and error.errno is None:  # with a number, the other host is gone
+                limit_s = self._incoming.gettimeout() or 0.0
+                raise DeadlineError("copies of ranks' states", f"rank {self._before}", limit_s) from error
             raise PeerFailedError(f"rank {self._before}", f"its copy has not arrived: {error}") from error
         sending.join()
         return arrived
 
     def _send(self, own: memoryview) -> None:
-        with contextlib.suppress(OSError):  # the next rank has died: the group says so in the next call
-            self._outgoing.sendall(own)
+        with contextlib.suppress(OSError):  # the next rank has died, or is stopped: the next call of the group says so
+            while own:  # `sendall` would have one deadline for all bytes
+                own = own[self._outgoing.send(own[:_CHUNK_BYTES]) :]
 
     def close(self) -> None:
         """Close both ends, from any thread: what waits for them ends."""
@@ -113,8 +119,7 @@ def _accept(listener: socket.socket, token: bytes) -> socket.socket:
 
 
 def _notice_silence(end: socket.socket) -> None:
-    """Have a connection fail when the other host is gone, and at no other time: its process may be stopped."""
-    end.settimeout(None)
+    """Have a connection fail soon when the other host is gone."""
     end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (("TCP_KEEPIDLE", _SILENT_S // 3), ("TCP_KEEPINTVL", _SILENT_S // 3), ("TCP_KEEPCNT", 2)):
         if hasattr(socket, name):  # not on all systems
