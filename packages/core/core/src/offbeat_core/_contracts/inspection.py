@@ -83,10 +83,13 @@ class InspectedEngine(Protocol):
 
 
 _NUM_SAMPLED: Final = 64
+_SUMMED_AT_ONCE: Final = 1 << 20
 
 
 def fingerprint(values: npt.ArrayLike) -> Fingerprint:
-    """[66] float64: sum and sum of squares of a tensor, and elements at even distances (the last one repeated).
+    """[67] float64: sum, sum of squares and checksum of a tensor, and elements at even distances (the last repeated).
+
+    The checksum depends on the order of the elements, so that a transposed matrix has another.
 
     Args:
         values: of any shape, rounded to the format in which the two sides that are compared hold it.
@@ -94,4 +97,14 @@ def fingerprint(values: npt.ArrayLike) -> Fingerprint:
     flat = np.asarray(values, np.float32).reshape(-1)
     places = np.linspace(0, max(flat.size - 1, 0), _NUM_SAMPLED).astype(np.int64)
     sampled = flat[places] if flat.size else np.zeros(_NUM_SAMPLED, np.float32)
-    return np.asarray([flat.sum(dtype=np.float64), np.square(flat, dtype=np.float64).sum(), *sampled])
+    return np.asarray([flat.sum(dtype=np.float64), np.square(flat, dtype=np.float64).sum(), _checksum(flat), *sampled])
+
+
+def _checksum(flat: npt.NDArray[np.float32]) -> int:
+    """Return a sum of the elements' bits, each times an odd number that its place gives, modulo 2**32."""
+    total = 0
+    for start in range(0, flat.size, _SUMMED_AT_ONCE):
+        bits = (flat[start : start + _SUMMED_AT_ONCE] + np.float32(0)).view(np.uint32)  # without the sign of -0
+        part = (bits * (2 * np.arange(bits.size, dtype=np.uint32) + 1)).sum(dtype=np.uint32)
+        total = (1_000_003 * total + int(part)) % 2**32
+    return total
