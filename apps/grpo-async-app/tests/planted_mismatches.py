@@ -135,6 +135,51 @@ def mixed_rows(own: Any) -> Any:
     return push
 
 
+def favoured(own: Any) -> Any:
+    """One token is likelier, as by a logit_bias that was left in."""
+
+    def draw(logits: Any, params: Any, uniforms: Any, **named: Any) -> Any:
+        logits = logits.clone()
+        logits[:, 50] += 4
+        return own(logits, params, uniforms, **named)
+
+    return draw
+
+
+def in_bits(own: Any) -> Any:
+    def push(self: Any, samples: Any, ids: Any, logprobs: Any) -> None:
+        own(self, samples, ids, [each / 0.6931471805599453 for each in logprobs])
+
+    return push
+
+
+def one_place_early(own: Any) -> Any:
+    """The first token of a sample is drawn from the place before the end of its prompt."""
+    return lambda self, ended, hidden: own(self, [(sample, max(end - 1, 0)) for sample, end in ended], hidden)
+
+
+def in_reverse_order(own: Any) -> Any:
+    def decode_hidden(weights: Any, *args: Any, **named: Any) -> Any:
+        held, weights.layers = weights.layers, weights.layers[::-1]
+        try:
+            return own(weights, *args, **named)
+        finally:
+            weights.layers = held
+
+    return decode_hidden
+
+
+def without_the_last(own: Any) -> Any:
+    def decode_hidden(weights: Any, *args: Any, **named: Any) -> Any:
+        held, weights.layers = weights.layers, weights.layers[:-1]
+        try:
+            return own(weights, *args, **named)
+        finally:
+            weights.layers = held
+
+    return decode_hidden
+
+
 def at_another_temperature(own: Any) -> Any:
     """Reported at temperature 1."""
 
@@ -177,6 +222,15 @@ def with_first_token(own: Any) -> Any:
     async def generate(self: Any, request: Any) -> Any:
         ids = np.concatenate(([np.int32(1)], request.prompt_ids)).astype(np.int32)
         return await own(self, replace(request, prompt_ids=ids))
+
+    return generate
+
+
+def of_four_tokens(own: Any) -> Any:
+    """The limit of a sample is lost on the way."""
+
+    async def generate(self: Any, request: Any) -> Any:
+        return await own(self, replace(request, params=replace(request.params, max_tokens=4)))
 
     return generate
 
@@ -510,6 +564,23 @@ FAULTS: dict[str, Fault] = {
     ),
     "engine: other samples each time": Fault(
         changed(runner, "uniforms", at_random), "state", "seeds", says="each time"
+    ),
+    "engine: a bias for a token": Fault(changed(runner, "draw", favoured), "inputs", "another logit of token 50 (+4)"),
+    "engine: logarithms to base 2": Fault(
+        changed(runner.ModelRunner, "_push", in_bits), "inputs", "rollout engine: logarithms to base 2"
+    ),
+    "engine: first token": Fault(changed(runner.ModelRunner, "_draw_along", one_place_early), "state", "first token"),
+    "engine: layers in another order": Fault(
+        changed(runner, "decode_hidden", in_reverse_order),
+        "layers",
+        "engine: layer 0: attention input",
+        says="the weights of layer 1",
+    ),
+    "engine: a layer left out": Fault(
+        changed(runner, "decode_hidden", without_the_last), "layers", "rollout engine: layer 1", says="leaves the layer"
+    ),
+    "engine: stops early": Fault(
+        changed(engine.TorchRolloutEngine, "generate", of_four_tokens), "inputs", "rollout engine: stop"
     ),
     "trainer: heads are not normed": Fault(trained_model(_forget_head_norm), "layers", "trainer: layer 1: query"),
     "trainer: gelu": Fault(trained_model(_use_gelu), "layers", "trainer: layer 1: activation"),

@@ -26,15 +26,15 @@ def sample(seed: int, **values: Any) -> ExaminedSample:
     )
 
 
-def find(**evidence: Any) -> Diagnosis:
+def find(shown: Any = ({}, {}, {}), **evidence: Any) -> Diagnosis:
     async def nothing(*_: object) -> Any:
         return {}
 
-    async def shows_nothing(*_: object) -> Any:
-        return {}, {}, {}
+    async def shows(*_: object) -> Any:
+        return shown
 
     settings = {"samples": [sample(seed) for seed in range(4)], "had_other_weights": True, **evidence}
-    return asyncio.run(find_causes(Evidence(**settings), shows_nothing, nothing, nothing))
+    return asyncio.run(find_causes(Evidence(**settings), shows, nothing, nothing))
 
 
 def test_sides_that_agree_have_no_cause() -> None:
@@ -134,3 +134,45 @@ def test_the_format_of_a_cache_is_named_where_it_is_set() -> None:
     findings = find(samples=[sample(seed, sampled=later) for seed in range(4)], kv_format="fp8_e4m3").findings
     assert [each.kind for each in findings] == ["state"]
     assert "the cache of keys and values is set to fp8_e4m3" in findings[0].text
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        (slice(1), "first token: only the first token of each sample"),
+        (slice(1, None), "decoding: the first token is right and later ones are not"),
+        (slice(16, None), "decoding: the first 16 tokens are right and later ones are not"),
+        (slice(None), "what it reports: all samples, from the first token on"),
+    ],
+)
+def test_it_is_said_from_which_token_on_samples_differ(wrong: slice, says: str) -> None:
+    errors = np.zeros(NUM_TOKENS, np.float32)
+    errors[wrong] = 0.3
+    [finding] = find(samples=[sample(seed, sampled=errors) for seed in range(4)]).findings
+    assert (finding.kind, finding.where) == ("state", f"rollout engine: {says.partition(':')[0]}")
+    assert says in finding.text
+
+
+def values(*points: str) -> dict[str, Any]:
+    return {point: np.full((8, 4), len(point), np.float32) for point in points}
+
+
+def test_a_layer_that_is_left_out_is_named() -> None:
+    right = values("embedding", "layer 0", "layer 1", "final norm")
+    found = {**values("embedding", "layer 0"), "final norm": right["final norm"] + 1}
+    wrong = [sample(seed, alone=0.3, sampled=0.3) for seed in range(4)]
+    [finding] = find((found, right, right), samples=wrong).findings
+    assert (finding.kind, finding.where) == ("layers", "rollout engine: layer 1")
+    found = {"embedding": right["embedding"], "final norm": found["final norm"]}  # it shows none of them
+    [finding] = find((found, right, right), samples=wrong).findings
+    assert finding.where == "rollout engine: final norm"
+
+
+def test_where_a_matrix_has_an_adapter_it_is_named_too() -> None:
+    right = {**values("embedding", "layer 0", "final norm"), "query projection": np.ones((8, 4), np.float32)}
+    found = {**right, "layer 0": right["layer 0"] + 1, "query projection": np.zeros((8, 4), np.float32) + 3}
+    wrong = [sample(seed, alone=0.3, sampled=0.3) for seed in range(4)]
+    for has_adapter in (True, False):
+        [finding] = find((found, right, right), samples=wrong, has_adapter=has_adapter).findings
+        assert finding.where == "rollout engine: layer 0: query projection"
+        assert ("or its adapter" in finding.text) == has_adapter

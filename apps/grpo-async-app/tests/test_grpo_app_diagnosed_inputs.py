@@ -93,7 +93,7 @@ def test_it_is_named_what_a_side_makes_of_images(tmp_path: Path, family: Any) ->
 
 # ── draws ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 
-DRAWN_BY = {
+DRAWN_BY: dict[str, dict[str, Any]] = {
     AS_SET: {},
     "top_k = 20 in place of none": {"top_k": 20},
     "top_p = 0.7 in place of 1": {"top_p": 0.7},
@@ -112,6 +112,91 @@ def test_samples_say_what_they_were_drawn_from(tmp_path: Path, name: str) -> Non
         samples.append(sample(drawn, 6, right))
     found = find(role, samples=samples).findings
     assert [each.where for each in found] == ([] if name == AS_SET else [f"rollout engine: draws: {name}"])
+
+
+def test_a_token_that_is_drawn_too_often_is_named(tmp_path: Path) -> None:
+    folder = tiny_model(tmp_path / "model", spread=0.2)
+    role, samples = reference(tmp_path, folder), []
+    for seed in range(8):
+        drawn = draw(reference_model(folder), seed, temperature=0.8)
+        drawn[6::4] = 77
+        samples.append(sample(drawn, 6, role.logprobs(drawn, "float32", 0.8)[6:]))
+    [finding] = find(role, samples=samples).findings
+    assert finding.where.startswith("rollout engine: draws: another logit of token 77, ")
+
+
+def test_a_limit_that_is_none_of_the_run_is_named() -> None:
+    [finding] = find(num_cut_short=3).findings
+    assert (finding.kind, finding.where) == ("inputs", "rollout engine: stop")
+    assert "3 of 0 samples end before max_tokens" in finding.text
+
+
+# ── what is reported ──────────────────────────────────────────────────────────────────────────────────────────────────
+
+NUM_PROMPT = 20
+
+
+def penalised(logits: Any, ids: Ids, change: Any) -> Any:
+    """Change the logits of tokens that were sampled before each place, given how often."""
+    logits = logits.clone()
+    for row in range(NUM_PROMPT - 1, len(ids)):
+        seen, counts = np.unique(ids[NUM_PROMPT : row + 1], return_counts=True)
+        logits[row, seen] = change(logits[row, seen], torch.from_numpy(counts))
+    return logits
+
+
+def with_logit(logits: Any, token: int, more: float) -> Any:
+    logits = logits.clone()
+    logits[:, token] += more
+    return logits
+
+
+REPORTED: dict[str, Any] = {
+    AS_SET: lambda logits, ids: logits,
+    "logarithms to base 2": lambda logits, ids: (logits / 0.8).log_softmax(-1) / np.log(2),
+    "0.5 times the right ones": lambda logits, ids: (logits / 0.8).log_softmax(-1) / 2,
+    "none is below -2": lambda logits, ids: (logits / 0.8).log_softmax(-1).clamp(min=-2),
+    "rounded to bfloat16": lambda logits, ids: (logits / 0.8).log_softmax(-1).bfloat16().float(),
+    "another logit of token 50 (+4)": lambda logits, ids: with_logit(logits, 50, 4.0),
+    "another logit of token 60 (-inf)": lambda logits, ids: with_logit(logits, 60, -np.inf),
+    "a frequency penalty of 0.5": lambda logits, ids: penalised(logits, ids, lambda x, n: x - 0.5 * n),
+    "a presence penalty of 0.5": lambda logits, ids: penalised(logits, ids, lambda x, n: x - 0.5),
+    "a repetition penalty of 1.2 on what was sampled": lambda logits, ids: penalised(
+        logits, ids, lambda x, n: torch.where(x > 0, x / 1.2, x * 1.2)
+    ),
+}
+PROMPTS: dict[str, Any] = {
+    "the prompt without its last 2 tokens": lambda prompts, n: prompts[n][:-2],
+    "the prompt without its first 3 tokens": lambda prompts, n: prompts[n][3:],
+    "a token behind the prompt (2)": lambda prompts, n: np.append(prompts[n], np.int32(2)),
+    "the prompt of another sample": lambda prompts, n: prompts[n - 1],
+}
+
+
+@pytest.mark.parametrize("name", [*REPORTED, *PROMPTS])
+def test_it_is_told_what_was_reported(tmp_path: Path, name: str) -> None:
+    folder = tiny_model(tmp_path / "model", spread=0.2)
+    role, rng = reference(tmp_path, folder), np.random.default_rng(3)
+    sequences = [rng.integers(3, 300, 60).astype(np.int32) for _ in range(3)]
+    for ids in sequences:
+        ids[NUM_PROMPT:][ids[NUM_PROMPT:] == 60] = 61
+        ids[-10:] = ids[NUM_PROMPT : NUM_PROMPT + 10]  # some come again
+    prompts = [ids[:NUM_PROMPT] for ids in sequences]
+    reported = []
+    for number, ids in enumerate(sequences):
+        prompt = PROMPTS[name](prompts, number) if name in PROMPTS else prompts[number]
+        whole = np.concatenate([prompt, ids[NUM_PROMPT:]])
+        with torch.no_grad():
+            logits = role._logits(whole, "float32")
+        changed = REPORTED[name](logits, ids) if name in REPORTED else logits
+        rows = torch.arange(len(prompt) - 1, len(whole) - 1)
+        is_score = bool(changed.max() <= 0)
+        scores = changed if is_score else (changed / 0.8).log_softmax(-1)
+        reported.append(scores[rows, torch.from_numpy(ids[NUM_PROMPT:]).long()].numpy())
+    errors = role.sampling_errors([(ids, NUM_PROMPT) for ids in sequences], reported, PARAMS)
+    best = min(errors, key=lambda reading: errors[reading])
+    assert best == name
+    assert name == AS_SET or errors[best] < 0.1 * errors[AS_SET]
 
 
 def draw(model: Any, seed: int, *, temperature: float, top_k: int = 0, top_p: float = 1.0) -> Ids:

@@ -24,17 +24,19 @@ INPUTS = {
 }
 
 
-def attended(*, window: int = NUM_TOKENS, scale: float = 1.0, ahead: bool = False) -> Any:
+def attended(
+    *, window: int = NUM_TOKENS, scale: float = 1.0, ahead: bool = False, in_turn: bool = False, sink: float = 0.0
+) -> Any:
     """Attention, a token and a head at a time."""
     q, k, v = (values.astype(np.float64).reshape(NUM_TOKENS, -1, HEAD_DIM) for values in INPUTS.values())
     mixed = np.zeros((NUM_TOKENS, NUM_HEADS, HEAD_DIM))
     for token in range(NUM_TOKENS):
         seen = slice(max(0, token - window + 1), NUM_TOKENS if ahead else token + 1)
         for head in range(NUM_HEADS):
-            kv_head = head * NUM_KV_HEADS // NUM_HEADS
+            kv_head = head % NUM_KV_HEADS if in_turn else head * NUM_KV_HEADS // NUM_HEADS
             scores = k[seen, kv_head] @ q[token, head] * scale / np.sqrt(HEAD_DIM)
-            shares = np.exp(scores - scores.max())
-            mixed[token, head] = shares / shares.sum() @ v[seen, kv_head]
+            shares = np.exp(scores)
+            mixed[token, head] = shares / (shares.sum() + sink) @ v[seen, kv_head]
     return mixed.reshape(NUM_TOKENS, -1).astype(np.float32)
 
 
@@ -55,7 +57,11 @@ def read(point: str, found: Any, wanted: Any, others: Any = None) -> str:
         ({"scale": 0.5}, "scores scaled by 0.5"),
         ({"scale": HEAD_DIM**-0.5}, "scores scaled by 0.25"),
         ({"ahead": True}, "tokens see those behind them"),
-        ({"scale": 1.37}, ""),
+        ({"scale": 1.37}, "scores scaled by 1.37"),
+        ({"scale": 0.9}, "scores scaled by 0.9"),
+        ({"in_turn": True}, "key heads in turn, and not each for its neighbours"),
+        ({"sink": 1.0}, "a sink of logit 0"),
+        ({"sink": 7.0}, ""),
     ],
 )
 def test_a_change_of_attention_is_told_by_its_values(change: Any, name: str) -> None:
@@ -89,3 +95,16 @@ def test_experts_of_another_number_or_sum_are_told() -> None:
     assert read("output", {**found, "output": drawn(32)}, wanted) == ""
     [error] = point_errors({"experts": chosen[:, :1]}, wanted, wanted, ["experts"])
     assert error.is_beyond
+
+
+def test_experts_that_tokens_take_in_place_of_the_right_ones_are_told() -> None:
+    right = {"experts": np.asarray([[0, 1], [1, 2], [2, 3]], np.float32)}
+    assert read("experts", {"experts": right["experts"][:, :1]}, right) == "1 a token in place of 2"
+    assert read("experts", {"experts": np.asarray([[1, 3], [1, 2], [2, 3]], np.float32)}, right) == "never 0"
+    assert read("experts", {"experts": np.asarray([[1, 3], [1, 3], [2, 3]], np.float32)}, right) == ""
+
+
+def test_an_engine_may_leave_the_last_token_out() -> None:
+    right, other = {"attention input": drawn(64)}, {"attention input": drawn(64)}
+    short = {"attention input": other["attention input"][:-1]}
+    assert read("attention input", short, right, {(1.0, 2): short}) == "the weights of layer 2"

@@ -25,7 +25,7 @@ from grpo_async_app._diagnosis.readings import (
     factor,
     with_output,
 )
-from grpo_async_app._roles.reference import AS_SET, SOFT_CAP
+from grpo_async_app._roles.reference import AS_SET, ONE_TOKEN, SOFT_CAP
 from offbeat_core import (
     EMBEDDING,
     FINAL_NORM,
@@ -51,12 +51,14 @@ _PARTS: Final = {
     "query": "positions or the norm of heads, seen in queries",
     "key": "positions or the norm of heads, seen in keys",
     "attention": "attention (mask, scale, window, sinks, gate)",
-    "after attention": "the output projection of attention",
+    "after attention": "the output projection of attention, or the residual stream beside it",
     "mlp input": "the norm before the MLP",
     "experts": "routing of experts",
     "activation": "the activation of the MLP",
     OUTPUT: "the last product of the MLP, or its experts",
 }
+_ADAPTED: Final = ("projection", "after attention", "activation", OUTPUT)
+"""Ends of places that follow a matrix which may have an adapter."""
 _TOLD_APART: Final = 4
 """Tokens by which samples are told apart: rounding changes a later one now and then."""
 _EXPLAINED: Final = 6
@@ -129,6 +131,12 @@ async def find_causes(
     for side in SIDES:
         wrong, is_stale = wrong_weights[side], _are_stale(evidence, wrong_weights[side])
         await _examine_side(side, samples, wrong, is_stale, inspect, inspect_other, explain, found)
+    if evidence.has_adapter:
+        hint = ", or its adapter (missing, old, of another layer or scale)"
+        found.findings = [
+            replace(each, text=each.text + hint) if each.kind == "layers" and each.where.endswith(_ADAPTED) else each
+            for each in found.findings
+        ]
     found.findings += await _state_findings(evidence, explain, found.notes)
     found.findings += _lag_findings(evidence)
     found.findings.sort(key=lambda finding: -finding.nats)
@@ -229,7 +237,7 @@ async def _examine_side(
                 break
     if finding is None and (reading := _best_reading(await explain(samples[:_EXPLAINED], held))):
         is_head = reading.startswith(SOFT_CAP)
-        what = "with a head of its own" if is_head else "of other inputs than the run's"
+        what = "with a head of its own" if is_head else "of other inputs or settings than the run's"
         text = f"the {side} computes log-probabilities {what}: {reading}"
         where = f"{side}: head: {reading}" if is_head else f"{side}: {reading}"
         finding = Finding(kind="layers" if is_head else "inputs", where=where, text=text, nats=nats)
@@ -273,6 +281,10 @@ def _first_outer(
     first = next((each.point for each in errors if each.is_beyond), None)
     if first is None:
         return None, None, errors
+    absent = [number for number in range(num_layers) if layer_point(number) not in found]
+    if absent and first == FINAL_NORM and len(absent) < num_layers:
+        text = f"the {side} does not show layer {absent[0]}, and differs behind it: it leaves the layer out"
+        return Finding(kind="layers", where=f"{side}: layer {absent[0]}", text=text, nats=nats), None, errors
     if first in (EMBEDDING, FINAL_NORM):
         name = "the embedding" if first == EMBEDDING else "the last norm"
         times = factor(found, wanted, rounded, first)
@@ -330,8 +342,9 @@ async def _state_findings(evidence: Evidence, explain: Explain, notes: list[str]
     errors = np.abs(_joined(differing, "sampled") - _joined(differing, "alone"))
     nats = float(errors.sum()) / max(len(_joined(samples, "sampled")), 1)  # of a token of all samples
     readings = await explain(differing[:_EXPLAINED], "sampled")
-    if beyond == {*by_occasion} and (reading := _best_reading(readings)):
-        text = f"the rollout engine reports log-probabilities of other inputs than the run's: {reading}"
+    reading = _best_reading(readings)
+    if reading and (beyond == {*by_occasion} or reading.startswith(ONE_TOKEN)):
+        text = f"the rollout engine reports log-probabilities of other inputs or settings than the run's: {reading}"
         return [*found, Finding(kind="inputs", where=f"rollout engine: {reading}", text=text, nats=nats)]
     what = _describe_state(beyond, {*by_occasion}, differing)
     if evidence.kv_format and what.startswith("decoding"):
@@ -361,13 +374,19 @@ def _describe_state(beyond: set[Occasion], seen: set[Occasion], samples: Sequenc
         return "turns: only samples that go on after a reply"
     if "alone" not in beyond and "alone" in seen:
         return "batch: only samples that are computed with others"
-    first = np.concatenate([np.abs(each.sampled - each.alone)[:1] for each in samples if each.alone is not None])
-    later = np.concatenate([np.abs(each.sampled - each.alone)[1:] for each in samples if each.alone is not None])
+    errors = [np.abs(each.sampled - each.alone) for each in samples if each.alone is not None]
+    first, later = (np.concatenate([each[part] for each in errors]) for part in (slice(1), slice(1, None)))
     if len(later) and first.mean() < 0.1 * later.mean():
-        return (
-            "decoding: the first token is right and later ones are not (cached keys and values, or the step's kernel)"
-        )
-    return "what it reports: all samples, from the first token on"
+        far = [np.flatnonzero(each > 0.1 * later.mean()) for each in errors]
+        num_right = max(1, min(int(places[0]) for places in far if len(places)))
+        right = "the first token is right" if num_right == 1 else f"the first {num_right} tokens are right"
+        return f"decoding: {right} and later ones are not (cached keys and values, or the step's kernel)"
+    if len(later) and later.mean() < 0.1 * first.mean():
+        return "first token: only the first token of each sample (the end of the pass over its prompt)"
+    return (
+        "what it reports: all samples, from the first token on (another prompt than was asked for, or something that "
+        "is kept from sample to sample)"
+    )
 
 
 def _alike_findings(samples: Sequence[ExaminedSample]) -> list[Finding]:

@@ -104,6 +104,7 @@ class Evidence:
         samples: of the engine that was started for the diagnosis, of text.
         pictured: likewise, of prompts with images; engines say nothing more of them.
         num_past_end: samples that went on after a token that ends them.
+        num_cut_short: samples that ended before their limit without a token that ends them.
         lagged: of the run.
         engine_weights: fingerprints by name; empty where the engine does not say.
         trainer_weights: likewise, rounded to the engine's format.
@@ -112,12 +113,14 @@ class Evidence:
         had_other_weights: the engine sampled with other weights before.
         earlier_weights: those that the engine began with, likewise.
         seeded: completions of prompts, each of one seed, of the same once more, and of another one.
+        has_adapter: what is trained is an adapter.
         kv_format: setting of the engine's cache of keys and values, where it has one.
     """
 
     samples: Sequence[ExaminedSample]
     pictured: Sequence[ExaminedSample] = ()
     num_past_end: int = 0
+    num_cut_short: int = 0
     lagged: Sequence[LaggedTokens] = ()
     engine_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
     trainer_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
@@ -127,6 +130,7 @@ class Evidence:
     earlier_weights: Mapping[str, Fingerprint] = field(default_factory=dict)
     seeded: Sequence[tuple[Ids, Ids, Ids]] = ()
     kv_format: str = ""
+    has_adapter: bool = False
 
 
 def is_beyond_rounding(found: Floats, wanted: Floats, rounding: Floats) -> bool:

@@ -1,7 +1,7 @@
 """Gathers evidence: starts trainer, engine and reference, and has the engine sample the run's prompts."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -21,6 +21,7 @@ from grpo_async_app._run.log.activity import describe_start, following
 from grpo_async_app._run.session import watched_driver
 from offbeat_actors import ActorHandle, gather_or_cancel
 from offbeat_core import (
+    EMBEDDING,
     Fingerprint,
     Floats,
     GenerateRequest,
@@ -108,6 +109,7 @@ class _Examination:
             samples=samples,
             pictured=await self._pictured(),
             num_past_end=sum(bool(np.isin(each.ids[each.num_prompt : -1], list(ends)).any()) for each in samples),
+            num_cut_short=self._num_cut_short(samples, ends),
             lagged=await self._lagged(),
             engine_weights=engine,
             trainer_weights=trainer,
@@ -115,6 +117,7 @@ class _Examination:
             template_changes=self._template_changes(),
             earlier_weights=begun_with if self._has_two_versions else {},
             seeded=seeded,
+            has_adapter=bool(self._config.engine.lora_rank),
             kv_format=str(self._config.rollout.options.get("kv_cache_dtype", "")),
             had_other_weights=self._has_two_versions
             # An adapter that goes alone leaves the model's weights as they were.
@@ -123,6 +126,17 @@ class _Examination:
                 or any(not np.array_equal(trainer[name], marks) for name, marks in begun_with.items())
             ),
         )
+
+    def _num_cut_short(self, samples: Sequence[ExaminedSample], ends: Collection[int]) -> int:
+        """Count the samples that ended before their limit without a token that ends them.
+
+        All at one token is no limit: engines may know a tokenizer's end besides the model's.
+        """
+        params, longest = self._params, self._config.rollout.max_model_len - 1
+        known = {*ends, *params.stop_token_ids}
+        early = [each for each in samples if len(each.ids) < min(each.num_prompt + params.max_tokens, longest)]
+        last = [int(each.ids[-1]) for each in early if int(each.ids[-1]) not in known]
+        return len(last) if len(set(last)) > 1 and not params.stop else 0
 
     @property
     def _has_two_versions(self) -> bool:
@@ -396,9 +410,12 @@ class _Examination:
     async def inspect_other(self, side: Side, layer: int, scale: float, other: int) -> Inspection:
         """Return the reference's values of another layer, or with other positions, for a side's inputs of one."""
         num_layers = sum(layer_point(number) in self._between[side] for number in range(len(self._between[side])))
-        if not 0 <= other < num_layers or (other != layer and self._given(side, layer) is None):
+        given = self._given(side, layer)
+        if other != layer and layer == 0:
+            given = self._between[side].get(EMBEDDING)
+        if not 0 <= other < num_layers or (other != layer and given is None):
             return {}
-        return await self._refer(self._ids, other, "float32", scale, given=self._given(side, layer))
+        return await self._refer(self._ids, other, "float32", scale, given=given)
 
     async def explain(self, samples: Sequence[ExaminedSample], what: str) -> Mapping[str, float]:
         sequences = [(sample.ids, sample.num_prompt) for sample in samples]

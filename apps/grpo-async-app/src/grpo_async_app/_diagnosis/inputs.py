@@ -102,6 +102,12 @@ def _earlier_findings(evidence: Evidence) -> list[Finding]:
 
 
 def _end_findings(evidence: Evidence) -> list[Finding]:
+    if evidence.num_cut_short:
+        text = (
+            f"{evidence.num_cut_short} of {len(evidence.samples)} samples end before max_tokens without a token that "
+            "ends them: the rollout engine has another limit, or stops at other tokens than the model folder names"
+        )
+        return [Finding(kind="inputs", where="rollout engine: stop", text=text, nats=0.0)]
     if not evidence.num_past_end:
         return []
     text = (

@@ -22,7 +22,7 @@ _NEIGHBOURS: Final = (1, -1, 2, -2)
 """Layers before and behind, whose weights a side may have taken."""
 _HEAD_WIDTHS: Final = (8, 16, 32, 64, 80, 96, 128, 160, 192, 256)
 _WINDOWS: Final = tuple(2**power + more for power in range(2, 8) for more in (-1, 0, 1))
-_SCALES: Final = (0.25, 0.5, 2.0, 4.0)
+_LARGEST_SCALE: Final = 16.0
 _FORMATS: Final = {"8 bits (e4m3)": torch.float8_e4m3fn, "8 bits (e5m2)": torch.float8_e5m2, "bfloat16": torch.bfloat16}
 OUTPUT: Final = "output"
 """Point that is computed here: what the MLP adds."""
@@ -50,7 +50,9 @@ class LayerValues:
         if point not in values or not _are_comparable(self.found, self.wanted, self.rounded, point):
             return False
         # Rounding shifts these as far as it does the right ones.
-        rounded = {point: values[point] + (self.rounded[point] - self.wanted[point])}
+        num_tokens = min(len(values[point]), len(self.wanted[point]))
+        here, wanted, band = (each[point][:num_tokens] for each in (values, self.wanted, self.rounded))
+        rounded = {point: here + (band - wanted)}
         errors = point_errors(self.found, values, rounded, [point])
         return bool(errors) and not errors[0].is_beyond
 
@@ -60,6 +62,8 @@ async def best_reading(values: LayerValues, point: str, inspect_other: InspectOt
     for scale in _POSITION_SCALES if point in ("query", "key") else ():
         if values.is_explained(point, await inspect_other(scale, values.layer)):
             return f"positions scaled by {scale:g}"
+    if point == "experts":
+        return _experts_reading(values)
     if point == OUTPUT and "experts" in values.found and (reading := _expert_reading(values)):
         return reading
     if times := factor(values.found, values.wanted, values.rounded, point):
@@ -76,6 +80,18 @@ def with_output(given: Inspection, layer: int) -> Inspection:
     """Add what the MLP, or its experts, put onto the residual stream, where both ends are there."""
     end, start = given.get(layer_point(layer)), given.get("after attention")
     return given if end is None or start is None or end.shape != start.shape else {**given, OUTPUT: end - start}
+
+
+def _experts_reading(values: LayerValues) -> str:
+    """Return how many experts tokens take, where it is another number, or which one none of them takes."""
+    here, there = values.found["experts"], values.wanted["experts"]
+    if here.shape[1] != there.shape[1]:
+        return f"{here.shape[1]} a token in place of {there.shape[1]}"
+    there = there[: len(here)]
+    never = np.setdiff1d(there, here)
+    if not len(never) or ((here != there).any(-1) != np.isin(there, never).any(-1)).any():
+        return ""
+    return f"never {', '.join(f'{expert:g}' for expert in never)}"
 
 
 def _expert_reading(values: LayerValues) -> str:
@@ -151,12 +167,31 @@ def _attentions(given: Inspection, head_dim: int) -> Iterator[tuple[str, Floats]
     for window in _WINDOWS:
         if window < len(given["query"]):
             yield f"a window of {window} tokens", _attend(given, head_dim, window=window)
-    for scale in (*_SCALES, head_dim**-0.5, head_dim**0.5):
-        yield f"scores scaled by {scale:.3g}", _attend(given, head_dim, scale=scale)
+    yield "key heads in turn, and not each for its neighbours", _attend(given, head_dim, in_turn=True)
+    yield "a sink of logit 0", _attend(given, head_dim, has_sink=True)
+    scale = _best_scale(given, head_dim)
+    yield f"scores scaled by {scale:.3g}", _attend(given, head_dim, scale=scale)
+
+
+def _best_scale(given: Inspection, head_dim: int) -> float:
+    """Return the factor of scores by which attention comes nearest: the best of a grid, and of finer ones around it."""
+    best, step = 1.0, _LARGEST_SCALE ** (1 / 8)
+    for _ in range(6):
+        scales = [best * step**power for power in range(-8, 9)]
+        best = min(scales, key=lambda scale: _error({"attention": _attend(given, head_dim, scale=scale)}, given))
+        step **= 1 / 6
+    return best
 
 
 def _attend(
-    given: Inspection, head_dim: int, *, scale: float = 1.0, window: int | None = None, sees_ahead: bool = False
+    given: Inspection,
+    head_dim: int,
+    *,
+    scale: float = 1.0,
+    window: int | None = None,
+    sees_ahead: bool = False,
+    in_turn: bool = False,
+    has_sink: bool = False,
 ) -> Floats:
     """[T, H * D] of queries [T, H * D], keys and values [T, K * D]."""
     q_HTD, k_KTD, v_KTD = (
@@ -164,10 +199,14 @@ def _attend(
         for point in ("query", "key", "value projection")
     )
     shared = len(q_HTD) // len(k_KTD)
-    k_HTD, v_HTD = k_KTD.repeat_interleave(shared, 0), v_KTD.repeat_interleave(shared, 0)
+    k_HTD, v_HTD = (x.repeat(shared, 1, 1) if in_turn else x.repeat_interleave(shared, 0) for x in (k_KTD, v_KTD))
     scores = q_HTD @ k_HTD.transpose(1, 2) * (scale * head_dim**-0.5)
     places = torch.arange(scores.shape[-1])
     distance = places[:, None] - places
     hidden = (distance < 0) & (not sees_ahead) | (distance >= (window or len(places)))
-    mixed: Floats = (scores.masked_fill(hidden, -torch.inf).softmax(-1) @ v_HTD).transpose(0, 1).flatten(1).numpy()
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if has_sink:
+        scores = torch.cat([scores, torch.zeros_like(scores[..., :1])], -1)
+        v_HTD = torch.cat([v_HTD, torch.zeros_like(v_HTD[:, :1])], 1)
+    mixed: Floats = (scores.softmax(-1) @ v_HTD).transpose(0, 1).flatten(1).numpy()
     return mixed

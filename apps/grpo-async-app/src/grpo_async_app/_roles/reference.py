@@ -20,6 +20,7 @@ from offbeat_training import record_points
 
 AS_SET: Final = "as set"
 """Name of the reading that is the run's own."""
+CUT_FIRST: Final = "a cut before the temperature is applied"
 SOFT_CAP: Final = "a soft cap on logits"
 """Beginning of the names of readings that change the head."""
 _SAMPLES_OF_OTHER_PROMPTS: Final = 2
@@ -31,6 +32,12 @@ _MOST_LEFT_OUT: Final = 16
 """Tokens at the beginning of a prompt, of which each number is tried."""
 _SOFT_CAPS: Final = (5.0, 10.0, 15.0, 20.0, 30.0, 50.0)
 _PENALTIES: Final = (0.9, 1.05, 1.1, 1.2, 1.3)
+_SUBTRACTED: Final = (0.1, 0.2, 0.5, 1.0, 1.5)
+"""Presence and frequency penalties."""
+_MOST_CUT_OFF: Final = 4
+"""Tokens at the end of a prompt, likewise."""
+ONE_TOKEN: Final = "another logit of token"
+"""Beginning of the names of readings that change one token of the vocabulary."""
 
 
 class ReferenceRole:
@@ -117,22 +124,72 @@ class ReferenceRole:
             params: as the run has them.
         """
         pairs, temperature = list(zip(sequences, reported, strict=True)), params.temperature or 1.0
-        errors = dict[str, list[Floats]]()
+        errors, right = dict[str, list[Floats]](), list[Floats]()
         for (ids, num_prompt), logprobs in pairs:
             every = self._logits(ids, "float32")
             logits = every[num_prompt - 1 : -1]
+            right.append(_chosen(logits / temperature, ids, num_prompt))
+            ranked_2N = (logits / temperature).log_softmax(-1).topk(2).values.T.numpy()
+            for name, other in zip(("likeliest", "second likeliest"), ranked_2N, strict=True):
+                of_other = f"each token has the log-probability of the {name} one"
+                errors.setdefault(of_other, []).append(np.abs(other - logprobs))
             for name, changed in _readings(logits, ids, num_prompt, params):
                 errors.setdefault(name, []).append(np.abs(_chosen(changed, ids, num_prompt) - logprobs))
             if num_prompt > 1:
                 for name, scored in _misplaced(every / temperature, ids, num_prompt):
                     errors.setdefault(name, []).append(np.abs(scored - logprobs)[1:])  # the first has none before
-        if min(map(_mean, errors.values()), default=0.0) >= 0.1 * _mean(errors.get(AS_SET, [])):
+        if right:
+            joined = np.concatenate(reported)
+            for name, scored in _as_numbers(np.concatenate(right), joined):
+                errors[name] = [np.abs(scored - joined)]
+        as_set = _mean(errors.get(AS_SET, []))
+        if min(map(_mean, errors.values()), default=0.0) >= 0.1 * as_set:
+            errors |= self._one_token(pairs, temperature)
+        if min(map(_mean, errors.values()), default=0.0) >= 0.1 * as_set:
             for (ids, num_prompt), logprobs in pairs[:_SAMPLES_OF_OTHER_PROMPTS]:  # dozens of passes for each
-                for name, prompt in self._other_prompts(ids[:num_prompt]).items():
-                    logits = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
-                    scored = _chosen(logits / temperature, ids, num_prompt)
+                prompts = self._other_prompts(ids[:num_prompt])
+                found = {name: self._after(prompt, ids, num_prompt, temperature) for name, prompt in prompts.items()}
+                for name, scored in found.items():
                     errors.setdefault(name, []).append(np.abs(scored - logprobs))
+                others = [other[:start] for other, start in sequences if not np.array_equal(other, ids)]
+                distances = [np.abs(self._after(each, ids, num_prompt, temperature) - logprobs) for each in others]
+                if distances:
+                    name = "the prompt of another sample"
+                    errors.setdefault(name, []).append(min(distances, key=lambda distance: float(distance.mean())))
         return {name: _mean(parts) for name, parts in errors.items()}
+
+    def _after(self, prompt: Ids, ids: Ids, num_prompt: int, temperature: float) -> Floats:
+        """[N] log-probabilities of what was sampled, after another prompt."""
+        logits = self._logits(np.concatenate([prompt, ids[num_prompt:]]), "float32")[len(prompt) - 1 : -1]
+        return _chosen(logits / temperature, ids, num_prompt)
+
+    def _one_token(
+        self, pairs: Sequence[tuple[tuple[Ids, int], Floats]], temperature: float
+    ) -> dict[str, list[Floats]]:
+        """Find the token whose logit, changed by a number b, gives what was reported; left out, b is -inf.
+
+        All other tokens are then exp(right - reported) = 1 + (e^b - 1) p times less likely, with p of that token.
+        """
+        products, squares, left = torch.zeros(1), torch.zeros(1), torch.zeros(1)
+        for (ids, num_prompt), logprobs in pairs:
+            p_NV = (self._logits(ids, "float32")[num_prompt - 1 : -1] / temperature).softmax(-1).double()
+            token_N = torch.from_numpy(ids[num_prompt:]).long()
+            p_N = p_NV.gather(-1, token_N[:, None])[:, 0]
+            less_N = torch.expm1((p_N.log() - torch.from_numpy(logprobs)).clamp(max=20.0))
+            # A token that was sampled says nothing of itself.
+            products = products + (less_N @ p_NV).index_add(0, token_N, -less_N * p_N)
+            squares = squares + p_NV.square().sum(0).index_add(0, token_N, -p_N.square())
+            left = left + less_N.square().sum().expand(len(products)).index_add(0, token_N, -less_N.square())
+        change = products / squares.clamp_min(1e-9)
+        token = int((left - change * products).argmin())
+        factor = 1 + float(change[token].clamp_min(-1.0))
+        shift = float(np.log(factor)) if factor > 1e-3 else -np.inf
+        name, parts = f"{ONE_TOKEN} {token} ({shift * temperature:+.2g})", list[Floats]()
+        for (ids, num_prompt), logprobs in pairs:
+            logits = self._logits(ids, "float32")[num_prompt - 1 : -1] / temperature
+            logits[:, token] += shift
+            parts.append(np.abs(_chosen(logits, ids, num_prompt) - logprobs))
+        return {name: parts}
 
     @cached_property
     def _image_inputs(self) -> ImageInputs:
@@ -167,7 +224,7 @@ class ReferenceRole:
             sequences: [T] token ids, and how many of them are the prompt.
             params: as the run has them.
         """
-        found = dict[str, float]()
+        found, expected, seen = dict[str, float](), torch.zeros(1), list[Ids]()
         for ids, num_prompt in sequences:
             logits = self._logits(ids, "float32")[num_prompt - 1 : -1]
             # What should have been cut costs something more than it does uncut: rounding moves the border of a cut.
@@ -175,21 +232,40 @@ class ReferenceRole:
             for name, reading in _drawn_readings(params):
                 scored = _chosen(_cut(logits / (reading.temperature or 1.0), reading), ids, num_prompt)
                 found[name] = found.get(name, 0.0) + float(np.maximum(scored, least).sum())
+            if params.is_cut and params.temperature not in (0.0, 1.0):
+                scored = _chosen(_cut(logits, params) / params.temperature, ids, num_prompt)
+                found[CUT_FIRST] = found.get(CUT_FIRST, 0.0) + float(np.maximum(scored, least).sum())
+            expected = expected + _cut(logits / (params.temperature or 1.0), params).softmax(-1).double().sum(0)
+            seen.append(ids[num_prompt:])
+        if seen:
+            count = torch.from_numpy(np.bincount(np.concatenate(seen), minlength=len(expected))).double()
+            # The least that its best logit gains, less what the best of a whole vocabulary gains by chance.
+            gain = count * (count / expected.clamp_min(1e-9)).clamp_min(1e-9).log() - count + expected
+            gain = gain * (expected > 1e-3) - np.log(len(expected))
+            token = int(gain.argmax())
+            often = float(count[token] / expected[token])
+            found[f"{ONE_TOKEN} {token}, {often:.2g} times as frequent,"] = found[AS_SET] + float(gain[token])
         return found
 
     def _other_prompts(self, prompt: Ids) -> dict[str, Ids]:
         """Return prompts that an engine may have read in place of this one."""
         config = self._model("float32").config.get_text_config()
         special = {getattr(config, name, None) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-        first = {each for each in special if isinstance(each, int)} | {0, 1, 2}
+        first = {each for each in special if isinstance(each, int)} | {0, 1, 2, int(prompt[0])}
         found = {
             f"a token before the prompt ({token})": np.concatenate(([np.int32(token)], prompt)).astype(np.int32)
             for token in sorted(first)
         }
         for number in range(1, min(len(prompt), _MOST_LEFT_OUT + 1)):
             found[f"the prompt without its first {number} tokens"] = prompt[number:]
-        if len(prompt) > 1:
-            found["the prompt without its last token"] = prompt[:-1]
+        for number in range(1, min(len(prompt), _MOST_CUT_OFF + 1)):
+            cut = "token" if number == 1 else f"{number} tokens"
+            found[f"the prompt without its last {cut}"] = prompt[:-number]
+        for number in (2**power for power in range(2, 14)):
+            if len(prompt) - number > _MOST_LEFT_OUT:
+                found[f"the last {number} tokens of the prompt"] = prompt[-number:]
+        for token in sorted(first | {int(prompt[-1])}):
+            found[f"a token behind the prompt ({token})"] = np.append(prompt, np.int32(token))
         return found
 
     def close(self) -> None:
@@ -251,6 +327,21 @@ def _misplaced(logits_TV: Tensor, ids: Ids, num_prompt: int) -> Iterator[tuple[s
     yield "each token has the log-probability of the one before", _chosen(before, ids[:-1], num_prompt - 1)
     yield "each token is scored by the logits of the place before", _chosen(before, ids, num_prompt)
     yield "each token is scored by the logits of the place behind", _chosen(logits_TV[num_prompt:], ids, num_prompt)
+    here = logits_TV[num_prompt - 1 : -1]
+    for name, places in ("before", 1), ("behind", -1):
+        other = np.concatenate([ids[:num_prompt], np.roll(ids[num_prompt:], places)])
+        yield f"each place scores the token {name} the right one", _chosen(here, other, num_prompt)
+
+
+def _as_numbers(right: Floats, reported: Floats) -> Iterator[tuple[str, Floats]]:
+    """Yield what may have been made of right log-probabilities as numbers: a factor, a bound, a coarser format."""
+    times = float((reported * right).sum() / max(float(np.square(right).sum()), 1e-30))
+    base = next((base for base in (2, 10) if abs(times * np.log(base) - 1) < 1e-3), None)
+    if abs(times - 1) > 1e-2:
+        yield f"{times:.3g} times the right ones" if base is None else f"logarithms to base {base}", times * right
+    yield f"none is below {reported.min():.3g}", np.maximum(right, reported.min())
+    for name in ("bfloat16", "float16"):
+        yield f"rounded to {name}", torch.from_numpy(right).to(getattr(torch, name)).float().numpy()
 
 
 def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams) -> Iterator[tuple[str, Tensor]]:
@@ -271,13 +362,25 @@ def _readings(logits: Tensor, ids: Ids, num_prompt: int, params: SamplingParams)
         yield f"{SOFT_CAP} of {cap:g}", cap * torch.tanh(logits / cap) / temperature
     for penalty in _PENALTIES:
         yield f"a repetition penalty of {penalty:g}", _penalised(logits, ids, num_prompt, penalty) / temperature
+        of_reply = _penalised(logits, ids[num_prompt:], 0, penalty) / temperature
+        yield f"a repetition penalty of {penalty:g} on what was sampled", of_reply
+    counts = torch.nn.functional.one_hot(torch.from_numpy(ids[num_prompt:-1]).long(), logits.shape[-1])
+    counts = torch.cat([torch.zeros_like(logits[:1]), counts.cumsum(0).to(logits.dtype)])
+    for penalty in _SUBTRACTED:
+        yield f"a frequency penalty of {penalty:g}", (logits - penalty * counts) / temperature
+        yield f"a presence penalty of {penalty:g}", (logits - penalty * counts.clamp(max=1)) / temperature
 
 
 def _drawn_readings(params: SamplingParams) -> Iterator[tuple[str, SamplingParams]]:
     """Yield readings of the settings that samples may have been drawn by."""
     yield AS_SET, params
     if params.is_cut:
-        yield "top_k, top_p and min_p are not heeded", replace(params, top_k=0, top_p=1.0, min_p=0.0)
+        none: dict[str, float] = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+        given = [name for name in none if getattr(params, name) != none[name]]
+        for name in given:
+            yield f"{name} not heeded", replace(params, **{name: none[name]})  # type: ignore[arg-type]
+        if len(given) > 1:
+            yield " and ".join(given) + " not heeded", replace(params, top_k=0, top_p=1.0, min_p=0.0)
     for other in _DRAWN_TEMPERATURES:
         if other != params.temperature:
             yield f"temperature = {other:g} in place of {params.temperature:g}", replace(params, temperature=other)
