@@ -176,3 +176,14 @@ def test_where_a_matrix_has_an_adapter_it_is_named_too() -> None:
         [finding] = find((found, right, right), samples=wrong, has_adapter=has_adapter).findings
         assert finding.where == "rollout engine: layer 0: query projection"
         assert ("or its adapter" in finding.text) == has_adapter
+
+
+def test_an_engine_is_not_blamed_for_weights_that_the_trainer_gave_it() -> None:
+    held, saved = {"a": np.ones(67)}, {"a": np.zeros(67)}
+    wrong = [sample(seed, sampled=0.3, alone=0.3, trained=0.3) for seed in range(4)]
+    weights = {"trainer_weights": held, "saved_weights": saved}
+    found = find(samples=wrong, engine_weights=held, **weights)
+    assert [each.where for each in found.findings] == ["trainer: a"]
+    assert len(found.notes) == 1
+    found = find(samples=wrong, engine_weights=saved, **weights)
+    assert [each.where for each in found.findings] == ["trainer: a", "rollout engine: a"]
