@@ -160,6 +160,7 @@ def test_layers_that_are_gathered_from_ranks_are_compiled(
     assert abs(engine.step()["grad_norm"].value / plain.step()["grad_norm"].value - 1) < 0.03
 
 
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "settings",
     [
