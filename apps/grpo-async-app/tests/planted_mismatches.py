@@ -158,26 +158,20 @@ def one_place_early(own: Any) -> Any:
     return lambda self, ended, hidden: own(self, [(sample, max(end - 1, 0)) for sample, end in ended], hidden)
 
 
-def in_reverse_order(own: Any) -> Any:
-    def decode_hidden(weights: Any, *args: Any, **named: Any) -> Any:
-        held, weights.layers = weights.layers, weights.layers[::-1]
-        try:
-            return own(weights, *args, **named)
-        finally:
-            weights.layers = held
+def with_layers(chosen: slice) -> Callable[[Any], Any]:
+    """The engine computes with these of its layers."""
 
-    return decode_hidden
+    def change(own: Any) -> Any:
+        def decode_hidden(weights: Any, *args: Any, **named: Any) -> Any:
+            held, weights.layers = weights.layers, weights.layers[chosen]
+            try:
+                return own(weights, *args, **named)
+            finally:
+                weights.layers = held
 
+        return decode_hidden
 
-def without_the_last(own: Any) -> Any:
-    def decode_hidden(weights: Any, *args: Any, **named: Any) -> Any:
-        held, weights.layers = weights.layers, weights.layers[:-1]
-        try:
-            return own(weights, *args, **named)
-        finally:
-            weights.layers = held
-
-    return decode_hidden
+    return change
 
 
 def at_another_temperature(own: Any) -> Any:
@@ -571,13 +565,16 @@ FAULTS: dict[str, Fault] = {
     ),
     "engine: first token": Fault(changed(runner.ModelRunner, "_draw_along", one_place_early), "state", "first token"),
     "engine: layers in another order": Fault(
-        changed(runner, "decode_hidden", in_reverse_order),
+        changed(runner, "decode_hidden", with_layers(slice(None, None, -1))),
         "layers",
         "engine: layer 0: attention input",
         says="the weights of layer 1",
     ),
     "engine: a layer left out": Fault(
-        changed(runner, "decode_hidden", without_the_last), "layers", "rollout engine: layer 1", says="leaves the layer"
+        changed(runner, "decode_hidden", with_layers(slice(-1))),
+        "layers",
+        "rollout engine: layer 1",
+        says="leaves the layer",
     ),
     "engine: stops early": Fault(
         changed(engine.TorchRolloutEngine, "generate", of_four_tokens), "inputs", "rollout engine: stop"

@@ -130,7 +130,7 @@ async def find_causes(
     wrong_weights = _weight_findings(evidence)
     for side in SIDES:
         if side == "rollout engine" and wrong_weights["trainer"] and not wrong_weights[side]:
-            found.notes.append("the rollout engine holds the trainer's weights, so layers of it were not examined")
+            found.notes.append("the rollout engine has its weights from the trainer: its layers were not examined")
             continue
         wrong, is_stale = wrong_weights[side], _are_stale(evidence, wrong_weights[side])
         await _examine_side(side, samples, wrong, is_stale, inspect, inspect_other, explain, found)

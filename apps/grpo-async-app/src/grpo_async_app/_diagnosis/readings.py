@@ -63,8 +63,8 @@ async def best_reading(values: LayerValues, point: str, inspect_other: InspectOt
         if values.is_explained(point, await inspect_other(scale, values.layer)):
             return f"positions scaled by {scale:g}"
     if point == "experts":
-        return _experts_reading(values)
-    if point == OUTPUT and "experts" in values.found and (reading := _expert_reading(values)):
+        return _choice_of_experts(values)
+    if point == OUTPUT and "experts" in values.found and (reading := _sum_of_experts(values)):
         return reading
     if times := factor(values.found, values.wanted, values.rounded, point):
         return times
@@ -82,7 +82,7 @@ def with_output(given: Inspection, layer: int) -> Inspection:
     return given if end is None or start is None or end.shape != start.shape else {**given, OUTPUT: end - start}
 
 
-def _experts_reading(values: LayerValues) -> str:
+def _choice_of_experts(values: LayerValues) -> str:
     """Return how many experts tokens take, where it is another number, or which one none of them takes."""
     here, there = values.found["experts"], values.wanted["experts"]
     if here.shape[1] != there.shape[1]:
@@ -94,7 +94,7 @@ def _experts_reading(values: LayerValues) -> str:
     return f"never {', '.join(f'{expert:g}' for expert in never)}"
 
 
-def _expert_reading(values: LayerValues) -> str:
+def _sum_of_experts(values: LayerValues) -> str:
     """Return whether each token has a multiple of the right output of its experts."""
     if not _are_comparable(values.found, values.wanted, values.rounded, OUTPUT):
         return ""

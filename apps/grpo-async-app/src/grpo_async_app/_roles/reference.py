@@ -98,15 +98,13 @@ class ReferenceRole:
         self, ids: Ids, dtype: str, position_scale: float = 1.0, given: Mapping[str, Tensor] | None = None
     ) -> Tensor:
         """[T, V] float32; `given` are arguments for images, of which the model makes positions by itself."""
+        tokens = torch.from_numpy(ids).long()[None]
         if given:
-            pictured: Tensor = self._model(dtype)(torch.from_numpy(ids).long()[None], use_cache=False, **given).logits[
-                0
-            ]
+            pictured: Tensor = self._model(dtype)(tokens, use_cache=False, **given).logits[0]
             return pictured.float()
         places = torch.arange(len(ids))[None]
         # Rotation takes any number; a table of positions would not, and no family of today's has one.
         places = places if position_scale == 1 else places * position_scale
-        tokens = torch.from_numpy(ids).long()[None]
         logits: Tensor = self._model(dtype)(tokens, use_cache=False, position_ids=places).logits[0]
         return logits.float()
 
