@@ -20,7 +20,7 @@ SOURCES = [
     if "tests" not in path.relative_to(ROOT).parts
 ]
 SHIPPED = [path for path in SOURCES if "src" in path.parts]
-MAX_LINES = 129_457
+MAX_LINES = 129_458
 MAX_FILES = 724
 # Words with which the first line of a docstring does not begin: it says what is done, or what something is.
 FORBIDDEN_FIRST = {"Of", "What", "Whether", "Who", "Whoever", "Those", "Where", "Which", "How", "Somebody", "Nobody"}
